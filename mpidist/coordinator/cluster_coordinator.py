@@ -252,23 +252,25 @@ class ClusterCoordinator:
         error, self._error = self._error, None
         raise error
 
-    def _end(self, reason: str | None) -> None:
-        """End this rank's part with the strategy's. `reason`: of an exception that the others do not have."""
+    def _end(self, reason: str | None) -> Exception | None:
+        """End this rank's part with the strategy's, and return the error of a function that no call has raised.
+
+        `reason`: of an exception that the others do not have.
+        """
         if self._work is not None:
             self._work.close(reason)
         crew = self._crew
         if self._is_closed:
-            return
+            return None
         self._is_closed = True
         if crew is not None and (reason is not None or crew.is_broken):
             crew.leave(reason or "")
-            return
+            return None
         num_dropped = 0 if crew is None else crew.end()
         if num_dropped:
             who = count_text(num_dropped, "scheduled function")
             logger.warning("mpidist: the strategy was closed before join(), so %s will never be called", who)
-        if self._error is not None:
-            logger.warning("mpidist: a function failed, and no join() reported it: %s", self._error)
+        return self._error
 
 
 def _role_of(strategy: Any) -> Role:

@@ -117,6 +117,7 @@ class Role(Peers):
         worker_ranks: The workers, as `group` numbers them.
         coordinator: The coordinator of this rank, if there is one.
         before_closing: Called before this rank's part ends; with the text of an exception that the others do not have.
+            Returns an error that `close` is to raise.
     """
 
     def __init__(self, roles: Roles, rank: int, group: ServiceGroup | None, hostnames: Sequence[str]) -> None:
@@ -132,7 +133,7 @@ class Role(Peers):
             self.why_idle = "a parameter server: it is for workers; a server calls serve()"
         self.staleness: int | None = None
         self.coordinator: object = None
-        self.before_closing: Callable[[str | None], None] = lambda reason: None
+        self.before_closing: Callable[[str | None], Exception | None] = lambda reason: None
 
     @property
     def server_devices(self) -> list[str]:
@@ -206,7 +207,7 @@ class Role(Peers):
 
     def close(self, error: BaseException | None) -> Exception | None:
         """End this rank's part: see `Peers`. A server that has not served serves now."""
-        group, missing = self.group, None
+        group, problem, missing = self.group, None, None
         if self.servers is not None:
             self.servers.require_no_function("close()")
         is_open = group is not None and group.is_open
@@ -214,9 +215,9 @@ class Role(Peers):
             group.enter("close()")
         try:
             if group is None or is_open:
-                self.before_closing(text_of(error) if group is not None and group.is_own(error) else None)
-        except BaseException as problem:  # no rank may wait for what this one does not do
-            error = problem if error is None else error
+                problem = self.before_closing(text_of(error) if group is not None and group.is_own(error) else None)
+        except BaseException as failure:  # no rank may wait for what this one does not do
+            error = failure if error is None else error
             raise
         finally:
             if self.servers is not None:
@@ -225,7 +226,7 @@ class Role(Peers):
             open_groups.remove_alone(self)
         elif self.server is not None and group.is_open:
             self._end_server(group, self.server, error)
-        return missing
+        return missing if problem is None or error is not None else problem
 
     def _end_server(self, group: ServiceGroup, server: ParameterServer, error: BaseException | None) -> None:
         """End the part of a server that is still open."""

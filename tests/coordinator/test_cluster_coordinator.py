@@ -426,15 +426,18 @@ def test_workers_go_on_without_a_chief_that_left(comm, caplog):
 
 
 @pytest.mark.ranks(1, 3)
-def test_error_without_a_join_is_logged(comm, caplog):
-    def work(coordinator):
+def test_error_without_a_join_is_raised_when_the_strategy_is_closed(comm):
+    def work(strategy):
+        coordinator = ClusterCoordinator(strategy)
+        if not strategy.is_chief:
+            coordinator.serve()
+            return
+        coordinator.fetch(coordinator.schedule(wait, args=(0,)))  # the worker serves
         coordinator.schedule(fail, args=("unseen",))
-        if comm.size > 2:
-            time.sleep(0.05)
+        with pytest.raises(ZeroDivisionError, match=r"'test: fail' failed on rank \d: ZeroDivisionError: unseen"):
+            strategy.close()
 
-    coordinate(comm, work)
-    if comm.rank == 0:
-        assert "a function failed, and no join() reported it: 'test: fail' failed on rank" in caplog.text
+    on_workers(comm, work)
 
 
 @pytest.mark.ranks(3)

@@ -80,7 +80,7 @@ class OpenGroup(ABC):
     def end_with_program(self) -> BaseException | None:
         """Leave the group, with all ranks, because the program of this rank ends.
 
-        Returns the error of a started call, if the program has not waited for it.
+        Returns the error of what the program has started, and has not waited for.
         """
 
     @abstractmethod

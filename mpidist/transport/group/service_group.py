@@ -53,7 +53,8 @@ class ServiceGroup(OpenGroup):
         awaited: What this rank waits for, whenever it waits, and which ranks are lost.
         arena: Memory that the ranks of this node share; `None` before `share_memory`, or if they share none.
         timeout_seconds: How long a rank waits for an answer; `None` or 0 for ever. By default that of the settings.
-        end: Ends this rank's part, because of an exception or `None`. Called when the program ends, if not before.
+        end: Ends this rank's part, because of an exception or `None`, and returns an error that nobody has raised.
+            Called when the program ends, if not before.
         may_miss_ranks: Whether the group continues without ranks that are lost. Then its ranks wait for each other only
             at the very end of their programs.
         is_needed: Whether the group cannot continue without this rank.
@@ -69,7 +70,7 @@ class ServiceGroup(OpenGroup):
         self.arena: SharedArena | None = None
         self.recorder = membership.recorder
         self.timeout_seconds = settings.timeout_seconds
-        self.end: Callable[[BaseException | None], object] = lambda error: None
+        self.end: Callable[[BaseException | None], Exception | None] = lambda error: None
         self.may_miss_ranks = False
         self.is_needed = True
         self._threads = ThreadGuard.of_group()
@@ -168,11 +169,11 @@ class ServiceGroup(OpenGroup):
         elif self.arena is not None:
             self.arena.close()
 
-    def end_with_program(self) -> None:
+    def end_with_program(self) -> Exception | None:
         """See `OpenGroup.end_with_program`."""
         self._threads.end()
         try:
-            self.end(None)
+            return self.end(None)
         except Exception as error:  # no rank may wait for what this one does not do
             self.watchdog.tell_leaving(text_of(error))
             raise

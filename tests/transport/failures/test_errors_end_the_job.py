@@ -89,6 +89,17 @@ while strategy.reduce("MIN", end - time.monotonic()) > 0:
     pass
 strategy.close()
 """
+FUNCTION = """
+from mpidist.experimental import ParameterServerStrategy, coordinator
+@coordinator.register("fail")
+def fail():
+    raise KeyError("mine")
+strategy = ParameterServerStrategy()
+if strategy.is_ps:
+    strategy.serve()
+else:
+    coordinator.ClusterCoordinator(strategy).schedule(fail)
+"""
 BUILD = """
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
@@ -246,6 +257,9 @@ ENDS = {
     "mistake of all ranks": End(
         LAUNCHED + "import mpidist\ntime.sleep(60 * rank)\nraise KeyError('ours')\n", 1,
         {"KeyError: 'ours'": 1}, head="",
+    ),
+    "scheduled function without a join": End(
+        FUNCTION, 1, {"KeyError: .*'fail' failed on rank 0: KeyError: 'mine'": 1}, head=""
     ),
     "exit in good order": End(
         LAUNCHED + "import mpidist\nif rank:\n    time.sleep(0.5)\n    print('came')\nsys.exit(0)\n", 0,
