@@ -85,12 +85,13 @@ def broadcast(module: Any, optimizer: Any = None, root: int = 0, group: Any = No
         group: A process group of mpidist; by default that of all ranks.
 
     Raises:
-        InvalidArgumentError: If the ranks' parameters differ, or an optimizer cannot take the state. On every rank.
+        InvalidArgumentError: If the ranks' parameters or kinds of optimizers differ, or an optimizer cannot take the
+            state. On every rank.
         TypeError: If the group is none of mpidist.
     """
     ranks = _group_of(group)
     values = {name: one.detach() for name, one in (*module.named_parameters(), *module.named_buffers())}
-    call = "mpidist.torch.broadcast" if optimizer is None else "mpidist.torch.broadcast with an optimizer"
+    call = "mpidist.torch.broadcast" + ("" if optimizer is None else f" with optimizer {type(optimizer).__name__}")
     if values:
         ranks.ops.broadcast(values, "all", root=root, out=values, call=call)
     if optimizer is not None:

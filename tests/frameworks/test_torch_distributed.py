@@ -218,9 +218,10 @@ def test_arguments_of_one_rank_are_refused_on_all_ranks(ranks):
 
     model = model_of(ranks[0])
     before = model[0].weight.clone()
-    optimizer = None if ranks[0] else torch.optim.Adam(model.parameters())
-    with pytest.raises(InvalidArgumentError, match=r"rank 0: mpidist\.torch\.broadcast with an optimizer; rank"):
-        mpidist.torch.broadcast(model, optimizer)
+    adam = torch.optim.Adam(model.parameters())
+    for other in (None, torch.optim.SGD(model.parameters())):
+        with pytest.raises(InvalidArgumentError, match=r"rank 0: mpidist\.torch\.broadcast with optimizer Adam; rank"):
+            mpidist.torch.broadcast(model, other if ranks[0] else adam)
     assert torch.equal(model[0].weight, before)
     with pytest.raises(InvalidArgumentError, match=r'an error on rank 0.*\n.*ValueError: op must be "mean"'):
         mpidist.torch.all_reduce_gradients(model, op="sum" if ranks[0] else "max")
