@@ -140,6 +140,21 @@ def test_divided_sum_does_not_overflow(communicator):
     assert (communicator.reduce_scatter(np.full(11, large), reduction) == large).all()
 
 
+def test_sums_of_short_integers_wrap(communicator):
+    """Those of Open MPI saturate, where a processor adds many at once. By each method that reduces."""
+    for dtype in map(np.dtype, ("b", "B", "h", "H")):
+        limits, rank = np.iinfo(dtype), communicator.rank
+        rows = [np.full(700, limits.max - row, dtype) for row in range(communicator.size)]
+        rows[0][::2] = limits.min
+        expected = in_rank_order(np.add, rows, dtype)
+        communicator.all_reduce(buffer := rows[rank].copy(), Reduction())
+        assert (buffer == expected).all(), dtype
+        communicator.reduce(buffer := rows[rank].copy(), Reduction(), 0)
+        assert rank or (buffer == expected).all(), dtype
+        start, stop = shard_bounds(700, communicator.size)[rank:][:2]
+        assert (communicator.reduce_scatter(rows[rank].copy(), Reduction()) == expected[start:stop]).all(), dtype
+
+
 @pytest.mark.parametrize("communicator", ["solo", "mpi"], indirect=True)
 def test_pack_buffer_has_given_length_and_dtype(communicator):
     for count, dtype in [(0, "f4"), (100, "f8"), (7, "i1"), (3, "G"), (100, "f8"), (1000, HALVES[1])]:

@@ -47,9 +47,10 @@ def _mpi_dtype(dtype: np.dtype[Any]) -> MPI.Datatype:
 class MpiCommunicator(Communicator):
     """Ranks of an MPI communicator, and flat NumPy arrays.
 
-    Sums of float16 and bfloat16, minima and maxima of floating-point numbers (MPI may lose a NaN), and reductions
-    that ask for it are combined in rank order: every rank receives all ranks' parts of its shard, combines them, and
-    the shards are gathered. That moves no more bytes than MPI's own all-reduce, 2 S (P - 1) / P bytes a rank.
+    Sums of half precision, and of 8 and 16-bit integers (Open MPI's saturate), minima and maxima of floating-point
+    numbers (MPI may lose a NaN), and reductions that ask for it are combined in rank order: every rank receives all
+    ranks' parts of its shard, combines them, and the shards are gathered. That moves no more bytes than MPI's own
+    all-reduce, 2 S (P - 1) / P bytes a rank.
 
     Args:
         comm: An intra-communicator of mpi4py. This object owns it and frees it.
@@ -293,8 +294,9 @@ def _is_right_in_mpi(dtype: np.dtype[Any], reduction: Reduction) -> bool:
     """Whether MPI's own reduction gives the right numbers, and the same ones on every rank."""
     if reduction.in_rank_order or reduction.fold is not None or is_low_precision(dtype):
         return False
-    # MPI's MIN and MAX may drop a NaN, and then not on every rank.
-    return dtype.kind in "iu" or reduction.op in ("sum", "prod")
+    if dtype.kind in "iu":
+        return reduction.op != "sum" or dtype.itemsize > 2  # sums of Open MPI saturate, and ours wrap
+    return reduction.op in ("sum", "prod")  # MPI's MIN and MAX may drop a NaN, and then not on every rank
 
 
 def _busy_seconds(memory: tuple[Any, ...]) -> float:
