@@ -129,7 +129,7 @@ def _reduce_locally(op: ReduceOp, values: Sequence[Any], plans: Sequence[_Plan])
     for array, (axes, count, shape, wide, sent, _) in zip(values, plans, strict=True):
         if count == 0:
             reduced = arrays.empty(shape, wide, arrays.is_device(array))
-            reduced[...] = _identity(op, wide)
+            reduced[...] = _identity(op, wide, sent)
         else:
             method = getattr(array.astype(wide), "sum" if op is ReduceOp.MEAN else op.name.lower())
             axis = axes[0] if len(axes) == 1 else axes  # NumPy is quicker with an int than with a tuple of one
@@ -145,13 +145,16 @@ def _divide(total: Any, count: int, dtype: np.dtype[Any]) -> Any:
     return mean
 
 
-def _identity(op: ReduceOp, dtype: np.dtype[Any]) -> Any:
-    """Return the identity element of a reduction: the contribution of an empty array."""
+def _identity(op: ReduceOp, dtype: np.dtype[Any], sent: np.dtype[Any]) -> Any:
+    """Return the identity element of a reduction: the contribution of an empty array, sent in another dtype."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return dtype.type(op is ReduceOp.PROD)
     if dtype.kind == "b":
         return dtype.type(op is ReduceOp.MIN)
     if dtype.kind == "f":
-        return dtype.type(np.inf if op is ReduceOp.MIN else -np.inf)
+        most = dtype.type(np.inf)
+        if math.isnan(sent.type(most)):  # some kinds of float8 have no infinity
+            most = np.nanmax(np.arange(256, dtype=np.uint8).view(sent).astype(dtype))
+        return most if op is ReduceOp.MIN else -most
     limits = np.iinfo(dtype)
     return dtype.type(limits.max if op is ReduceOp.MIN else limits.min)

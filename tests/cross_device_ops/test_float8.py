@@ -33,3 +33,12 @@ def test_float8_on_any_placement_is_reduced_and_moved(comm, placement):
             assert strategy.gather_object(own)[-1].tolist() == numbers(comm.size - 1, count, dtype).tolist()
             assert all_reduce(strategy, "sum", own, out=own) is own
             assert (own == everyone.sum(0).astype(dtype)).all()
+
+
+def test_float8_along_an_axis_leaves_out_ranks_without_rows(comm):
+    """Some kinds of float8 have no infinity to begin with."""
+    with Strategy(comm=comm) as strategy:
+        for dtype, op in product(DTYPES, ("max", "min")):
+            rows = np.full((1 - comm.rank % 2, 2), 0.5, dtype)
+            assert strategy.reduce(op, rows, axis=0).tolist() == [0.5, 0.5], (op, dtype)
+            assert not np.isnan(strategy.reduce(op, rows[:0], axis=0).astype(np.float32)).any()
