@@ -9,7 +9,7 @@ import numpy as np
 
 from mpidist import nest
 from mpidist.collectives.all_gather import all_gather
-from mpidist.collectives.arguments.operands import replica_components
+from mpidist.collectives.arguments.operands import native_dtype, replica_components
 from mpidist.collectives.arguments.signature import name_call
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.errors import InvalidArgumentError
@@ -108,6 +108,7 @@ class _Rows:
         self.values = library_of(self._like).to_native(self._like)
         if arrays.is_device(self.values):
             raise TypeError("IndexedSlices in device memory are not reduced: copy values and indices to host memory")
+        self.values = self.values.astype(native_dtype(self.values.dtype), copy=False)
         if isinstance(slices.indices, np.ma.MaskedArray):
             raise TypeError(
                 "the indices of IndexedSlices are a masked array, whose mask would be lost: leave the masked rows out"

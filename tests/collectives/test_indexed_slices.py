@@ -56,6 +56,16 @@ def test_indexed_slices_of_half_precision_are_rounded_once(strategy):
     assert result.values.tolist() == [[np.float16(3 * float(values[0, 0]))]]
 
 
+def test_indexed_slices_may_have_another_byte_order(strategy):
+    """On one rank, too, as an array out of a file; results are in this machine's order."""
+    order = ">" if strategy.rank == 0 else "<"
+    for dtype, indices in (("f4", [1, 1]), ("f4", [0, 1]), ("i4", [1, 1]), ("f2", [1, 1])):
+        own = IndexedSlices(np.ones((2, 1), order + dtype), np.array(indices, order + "i4"))
+        result = strategy.reduce("sum", own)
+        assert result.values.sum() == 2 * strategy.size, (dtype, indices)
+        assert result.values.dtype.isnative, (dtype, indices)
+
+
 def test_indexed_slices_and_dense_leaves_are_reduced_in_one_nest(strategy):
     rank, size = strategy.rank, strategy.size
     value = {"b": np.full(2, rank), "a": [slices(rank), 2.0], "c": slices(size - 1 - rank)}
