@@ -70,7 +70,7 @@ class ThreadGuard:
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls. Local."""
-        return threading.get_ident() == self._owner.ident
+        return threading.current_thread() is self._owner  # another one may have its number once it has ended
 
     def take_over(self, call: str) -> None:
         """Move the group's calls to this thread from another thread, which makes none any more. Local."""

@@ -36,6 +36,17 @@ def in_thread(body, name="worker"):
     return ended[0]
 
 
+@pytest.mark.no_mpi
+def test_thread_with_the_number_of_one_that_has_ended_makes_no_calls():
+    guard = in_thread(ThreadGuard)
+    for _ in range(1000):  # as a rule, the next thread has the number
+        number, is_taken_for_it = in_thread(lambda: (threading.get_ident(), guard.is_of_this_thread()))
+        if number == guard.ident:
+            break
+    assert number == guard.ident
+    assert not is_taken_for_it
+
+
 @one_and_two_nodes
 def test_two_threads_with_a_strategy_each(comm, placement):
     """They run at once, in any order on any rank; built in one order on all."""
