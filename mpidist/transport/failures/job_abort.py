@@ -58,7 +58,7 @@ class Job(NamedTuple):
         abort: Ends all ranks with an exit code: `MPI_Abort`.
         save_flights: Writes flight recorders to files. The arguments: why, and the exception that ends this
             rank's program; `None` where it still runs.
-        is_thread_of_a_group: Whether other ranks may wait for this thread.
+        is_thread_of_a_group: Whether other ranks may wait for this thread, or it has left a group without them.
         may_lower_rank_have_ended: Whether a lower rank has reported to this rank that it fails, too, or cannot.
         have_others_acknowledged: Whether all other ranks have answered that this one has failed.
         leave: Leaves all groups because of an exception, if the other ranks go on without this rank. Returns whether
@@ -241,7 +241,8 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
 
 def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[threading.ExceptHookArgs], Any]) -> None:
     error = arguments.exc_value
-    if error is None or isinstance(error, SystemExit) or not _jobs[0].is_thread_of_a_group():
+    is_of_calls = error is not None and (is_shared(error) or _jobs[0].is_thread_of_a_group())
+    if error is None or isinstance(error, SystemExit) or not is_of_calls:
         otherwise(arguments)
     else:
         _fail(arguments.exc_type, error, arguments.exc_traceback)

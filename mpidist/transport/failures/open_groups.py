@@ -289,8 +289,8 @@ def remove_alone(group: object) -> None:
 
 
 def is_thread_of_a_group() -> bool:
-    """Whether other ranks may wait for this thread."""
-    return any(group.is_of_this_thread() for group in _open)
+    """Whether other ranks may wait for this thread, or it has left a group without them."""
+    return any(group.is_of_this_thread() for group in (*_open, *_failed))
 
 
 def no_communicators_left(error: Exception, ranks: frozenset[int]) -> UnavailableError:

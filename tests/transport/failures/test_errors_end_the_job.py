@@ -69,6 +69,18 @@ thread.start()
 thread.join()
 time.sleep({LONG_SECONDS})
 """
+LEAVES_IN_A_THREAD = """
+def train():
+    with mpidist.MultiWorkerMirroredStrategy() as own:
+        own.reduce("SUM", {})
+        if rank == 1:
+            raise KeyError("mine")
+        own.reduce("SUM", 1.0)
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+strategy.reduce("SUM", 1.0)
+"""
 IN_A_DAEMON = f"""
 from mpidist.transport.group import thread_guard
 def train():
@@ -214,6 +226,12 @@ ENDS = {
     ),
     "exception in the thread that makes the calls": End(
         IN_A_THREAD, None, {r"\[rank 1 on .*\] KeyError: 'mine'$": 1, "Traceback": 1}, ranks=3
+    ),
+    "exception that leaves a strategy in its thread": End(
+        LEAVES_IN_A_THREAD.format(1.0), 1, {r"\[rank 1 on .*\] KeyError: 'mine'$": 1, "Traceback": 1}, ranks=3
+    ),
+    "error of all ranks that leaves a strategy in its thread": End(
+        LEAVES_IN_A_THREAD.format("[1.0] * rank"), 1, {r"InvalidArgumentError: reduce \(call 2\)": 1, "Traceback": 1}
     ),
     "end where a thread still makes calls": End(
         IN_A_DAEMON.format(True, 60), 1, {r"RuntimeError: reduce in thread .* after the program has ended: join": None}
