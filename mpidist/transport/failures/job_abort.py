@@ -241,9 +241,10 @@ def _report_failure(job: Job, kind: type[BaseException], error: BaseException) -
 
 def _fail_in_thread(arguments: threading.ExceptHookArgs, otherwise: Callable[[threading.ExceptHookArgs], Any]) -> None:
     error = arguments.exc_value
-    is_of_calls = error is not None and (is_shared(error) or _jobs[0].is_thread_of_a_group())
-    if error is None or isinstance(error, SystemExit) or not is_of_calls:
+    if error is None or not (is_shared(error) or _jobs[0].is_thread_of_a_group()):
         otherwise(arguments)
+    elif isinstance(error, SystemExit):
+        _end_with_code(error)
     else:
         _fail(arguments.exc_type, error, arguments.exc_traceback)
 

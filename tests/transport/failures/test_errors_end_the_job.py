@@ -233,6 +233,9 @@ ENDS = {
     "error of all ranks that leaves a strategy in its thread": End(
         LEAVES_IN_A_THREAD.format("[1.0] * rank"), 1, {r"InvalidArgumentError: reduce \(call 2\)": 1, "Traceback": 1}
     ),
+    "exit in the thread that makes the calls": End(
+        IN_A_THREAD.replace('raise KeyError("mine")', "sys.exit(3)"), 3, {r"\[rank 1 on .*\] SystemExit: 3$": 1}
+    ),
     "end where a thread still makes calls": End(
         IN_A_DAEMON.format(True, 60), 1, {r"RuntimeError: reduce in thread .* after the program has ended: join": None}
     ),
