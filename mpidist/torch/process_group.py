@@ -27,7 +27,7 @@ from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCo
 from mpidist.errors import DeadlineExceededError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
-from mpidist.torch.work import MpiWork, untraced
+from mpidist.torch.work import MpiWork, long_form, untraced
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.group.messages import Message
 from mpidist.transport.group.sync_group import SyncGroup
@@ -86,7 +86,8 @@ def _call_of_torch(name: str, starts_itself: bool = False) -> Callable[[_Method]
     def decorated(method: _Method) -> _Method:
         @wraps(method)
         def shown(group: MpiProcessGroup, *arguments: Any, **options: Any) -> MpiWork:
-            run, given = partial(method, group, *arguments, **options), (*arguments, *options.values())
+            usual, named = long_form(method.__name__, arguments, options)
+            run, given = partial(method, group, *usual, **named), (*usual, *named.values())
             if any(map(has_cuda_tensors, arguments)):
                 of_nccl = getattr(group.told(name, group._nccl_group, given), method.__name__)
                 return of_nccl(*arguments, **options)  # type: ignore[no-any-return]

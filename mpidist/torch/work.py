@@ -5,16 +5,43 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar, cast, final
+from types import SimpleNamespace
+from typing import Any, Final, TypeVar, cast, final
 
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
 from mpidist.transport.group.thread_guard import OtherThreadError
 
-__all__ = ["MpiWork", "untraced"]
+__all__ = ["MpiWork", "long_form", "untraced"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Calls that torch has in a short form, too: how many arguments hold tensors, and what may follow in place of options.
+_SHORT_FORMS: Final = {
+    "allreduce": (1, ("op", "timeout")),
+    "broadcast": (1, ("root", "timeout")),
+    "reduce": (1, ("root", "op", "timeout")),
+    "allgather": (2, ("timeout",)),
+    "gather": (2, ("root", "timeout")),
+    "scatter": (2, ("root", "timeout")),
+    "reduce_scatter": (2, ("op", "timeout")),
+    "barrier": (0, ("timeout",)),
+}
+_OF_OPTIONS: Final = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+
+
+def long_form(call: str, arguments: Any, options: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call in torch's long form: lists, and options. The short one is of single tensors."""
+    count, names = _SHORT_FORMS.get(call, (0, ()))
+    tensors, rest = arguments[:count], arguments[count:]
+    is_single = any(isinstance(one, torch.Tensor) for one in tensors)
+    has_no_options = any(one is not None and not hasattr(one, "timeout") for one in rest[:1])
+    if not names or not (is_single or has_no_options or options.keys() & {*names}):
+        return arguments, options
+    fields = {_OF_OPTIONS[name]: value for name, value in {**dict(zip(names, rest, strict=False)), **options}.items()}
+    lists = [[one] for one in tensors] if is_single else tensors
+    return (*lists, SimpleNamespace(asyncOp=True, **fields)), {}
 
 
 def untraced(function: _Function) -> _Function:

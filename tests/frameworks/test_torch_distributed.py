@@ -118,9 +118,11 @@ def test_ddp_sends_nothing_before_the_last_part_of_a_batch(ranks):
     assert all(map(torch.equal, gradients, (one.grad for one in model.parameters())))
 
 
-def test_ddp_join_takes_unequal_numbers_of_batches(ranks):
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_ddp_join_takes_unequal_numbers_of_batches(ranks, finds_unused):
     rank, size = ranks
-    model, data = DistributedDataParallel(model_of()), data_of(size)
+    model = DistributedDataParallel(model_of(), find_unused_parameters=finds_unused)
+    data = data_of(size)
     with model.join():
         for batch in data[: 2 + rank % 2]:
             model.zero_grad()

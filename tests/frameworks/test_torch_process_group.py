@@ -83,6 +83,28 @@ def test_all_reduce_is_one_call_if_waited_for_now_or_later(ranks):
     equal(value, [size**3] * 3)
 
 
+def test_calls_of_single_tensors_take_operation_and_root_without_options(ranks):
+    rank, size = ranks
+    group, of_max, last = dist.group.WORLD, dist.ReduceOp.MAX, size - 1
+    values = [full(rank) for _ in range(5)]
+    rows, part, sums = [torch.zeros(1) for _ in range(size)], full(0, 1), full(0, 1)
+    parts = [full(one, 1) for one in range(size)]
+    works = [
+        group.allreduce(values[0]),
+        group.allreduce(values[1], of_max),
+        group.allreduce([values[2]], op=of_max),
+        group.broadcast(values[3], last),
+        group.reduce(values[4], last, of_max, timedelta(seconds=60)),
+        group.allgather(rows, full(rank, 1)),
+        group.scatter(part, parts if rank == last else [], last),
+        group.reduce_scatter(sums, parts, of_max),
+        group.barrier(timeout=timedelta(seconds=60)),
+    ]
+    assert all(work.wait() for work in works)
+    assert [int(one[0]) for one in values[:4]] == [sum(range(size)), last, last, last]
+    assert [int(one) for one in (*rows, part, sums)] == [*range(size), rank, rank]
+
+
 def test_reduce_gives_one_rank_the_sum(ranks, placement):
     rank, size = ranks
     value = full(rank)
