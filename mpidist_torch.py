@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import wraps
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,9 @@ def _take_rank_from_mpi() -> None:
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         if "mpidist" in str(backend).lower():
             import_module("mpidist.torch")
+            given = signature(of_torch).bind(backend, *args, **kwargs).arguments
+            numbers = given.get("rank", -1), given.get("world_size", -1)
+            import_module("mpidist.torch.rendezvous").check_numbers(*numbers)
         of_torch(backend, *args, **kwargs)
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group

@@ -27,6 +27,7 @@ from mpidist.cross_device_ops.hierarchical_copy_all_reduce import HierarchicalCo
 from mpidist.errors import DeadlineExceededError
 from mpidist.options import CommunicationOptions
 from mpidist.torch.nccl import has_cuda_tensors, make_nccl_group, takes_cuda
+from mpidist.torch.rendezvous import check_numbers
 from mpidist.torch.work import MpiWork, long_form, untraced
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.group.messages import Message
@@ -54,14 +55,11 @@ _T = TypeVar("_T")
 def _group_of(options: Any) -> SyncGroup:
     """Make the group of the ranks given by torch. Collective over them."""
     world = load_mpi().COMM_WORLD
+    if not options.global_ranks_in_group:
+        check_numbers(options.group_rank, options.group_size)
     ranks = list(options.global_ranks_in_group) or list(range(world.size))
     tag = fingerprint_of(str(options.group_id)) % 20000
     comm = world.Create_group(world.group.Incl(ranks), tag)
-    if (comm.rank, comm.size) != (options.group_rank, options.group_size):
-        raise ValueError(
-            f"torch takes this process for rank {options.group_rank} of {options.group_size}, and MPI for {comm.rank} "
-            f"of {comm.size}: leave RANK and WORLD_SIZE unset, or give the numbers of MPI"
-        )
     try:
         return SyncGroup.from_mpi(comm)
     finally:

@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from mpidist.transport.group.service_group import meet_ranks
-from mpidist.transport.mpi.library import ranks_of_node
+from mpidist.transport.mpi.library import load_mpi, ranks_of_node
 
-__all__ = ["set_environment"]
+__all__ = ["check_numbers", "set_environment"]
 
 _stores: list[Any] = []  # rank 0 serves its store until the program ends
 
@@ -36,4 +36,21 @@ def set_environment() -> None:
         LOCAL_WORLD_SIZE=str(len(node)),
         MASTER_ADDR=host,
         MASTER_PORT=str(port),
+    )
+
+
+def check_numbers(rank: int = -1, world_size: int = -1) -> None:
+    """Refuse the numbers given to `init_process_group`, or else in the environment, that are not those of MPI. Local.
+
+    Before torch waits for as many processes.
+    """
+    world = load_mpi().COMM_WORLD
+    rank = int(os.environ.get("RANK", world.rank)) if rank < 0 else rank
+    size = int(os.environ.get("WORLD_SIZE", world.size)) if world_size < 0 else world_size
+    if (rank, size) == (world.rank, world.size):
+        return
+    others = f"; `mpidist run -n {size}` starts {size} ranks, and torchrun and torch.multiprocessing.spawn start none"
+    raise ValueError(
+        f"torch takes this process for rank {rank} of {size}, and MPI for {world.rank} of {world.size}: leave RANK and "
+        f"WORLD_SIZE unset, or give the numbers of MPI{others if size > world.size else ''}"
     )

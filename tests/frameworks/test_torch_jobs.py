@@ -232,6 +232,14 @@ def test_environment_of_a_launcher_that_mpi_does_not_see_is_refused(tmp_path):
     assert "leave RANK and WORLD_SIZE unset, or give the numbers of MPI" in ended.err
 
 
+@pytest.mark.parametrize(("size", "given"), [("3", ""), ("1", ", rank=0, world_size=3")], ids=["torchrun", "spawn"])
+def test_environment_of_more_processes_than_ranks_is_refused_before_torch_waits(tmp_path, size, given):
+    variables = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ended = run(tmp_path, 1, HEAD.replace('"mpidist"', f'"mpidist"{given}') + END, **variables)
+    assert 0 < ended.status < 128
+    assert "`mpidist run -n 3` starts 3 ranks" in ended.err
+
+
 def test_receive_from_a_rank_that_has_left_raises_its_error(tmp_path):
     ended = run(tmp_path, 2, HEAD + LEAVES + END)
     assert (ended.status, ended.out.count("right")) == (0, 1), ended.err
