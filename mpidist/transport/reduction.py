@@ -12,7 +12,7 @@ import numpy as np
 from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.half import HalfAccumulator
 from mpidist.transport.native.loading import native
-from mpidist.transport.tree import Fold
+from mpidist.transport.tree import Fold, multiply_complex
 
 __all__ = ["UFUNCS", "Reduction", "accumulator_dtype", "is_low_precision", "narrow", "widen"]
 
@@ -87,6 +87,9 @@ class Reduction:
         ufunc = self.ufunc
         if self.fold is not None:
             self.fold.combine(ufunc, parts, (out,))
+            return 0
+        if self.in_rank_order and ufunc is np.multiply and out.dtype.kind == "c":
+            out[...] = functools.reduce(functools.partial(multiply_complex, False), parts)
             return 0
         if is_low_precision(out.dtype):
             with np.errstate(all="ignore"):

@@ -21,7 +21,7 @@ from mpidist.transport import arrays
 from mpidist.transport.float_errors import without_float_errors
 from mpidist.transport.topology import Topology
 
-__all__ = ["Fold", "ReplicaTree", "rows_of"]
+__all__ = ["Fold", "ReplicaTree", "multiply_complex", "rows_of"]
 
 Row = tuple[int, int]  # the subtree of replicas a to b - 1: (a, b)
 
@@ -92,7 +92,7 @@ class Fold:
         first, is_device = outs[0], arrays.is_device(outs[0])
         call: Callable[..., Any] = ufunc if is_device else partial(without_float_errors, ufunc)
         if ufunc is np.multiply and first.dtype.kind == "c":
-            call = partial(_multiply_complex, call is ufunc)
+            call = partial(multiply_complex, call is ufunc)
         if self._pair is not None:  # one addition: there is no partial sum to keep in the cache
             left, right = self._pair
             call(parts[left], parts[right], out=first)
@@ -274,7 +274,7 @@ def _copied(part: Any, out: Any) -> Any:
     return out
 
 
-def _multiply_complex(is_device: bool, one: Any, other: Any, out: Any = None) -> Any:
+def multiply_complex(is_device: bool, one: Any, other: Any, out: Any = None) -> Any:
     """Multiply complex numbers by real products, as NumPy's own rounding depends on length and place of the result."""
     multiply, subtract, add = (
         (np.multiply, np.subtract, np.add)

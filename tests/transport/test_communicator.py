@@ -111,6 +111,18 @@ def test_sums_have_the_same_bits_on_all_ranks_and_of_rank_order(communicator, co
         assert communicator.rank or (buffer == expected).all(), dtype
 
 
+def test_products_of_complex_numbers_in_rank_order_depend_on_no_length(communicator):
+    """NumPy rounds a single product otherwise, where it is written in place."""
+    size, reduction = communicator.size, Reduction("prod", in_rank_order=True)
+    real, imaginary = np.random.default_rng(7).standard_normal((2, size, 300))
+    for dtype in COMPLEX:
+        own = (real + 1j * imaginary)[communicator.rank].astype(dtype)
+        communicator.all_reduce(whole := own.copy(), reduction)
+        for at in range(60):
+            communicator.all_reduce(alone := own[at : at + size].copy(), reduction)  # a shard is one number
+            assert (alone == whole[at : at + size]).all(), (dtype, at)
+
+
 def test_fold_order_is_kept_to_the_bit(communicator):
     """Where every rank has one row of the replica tree. By each method that reduces."""
     size, rank = communicator.size, communicator.rank
