@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, final
 
@@ -39,6 +40,7 @@ __all__ = [
     "Stack",
     "StackFile",
     "caller_frames",
+    "line_of_start",
     "places_text",
     "publish_stack",
     "read_stacks",
@@ -155,6 +157,10 @@ def walk_program(at: FrameType | None) -> Iterator[tuple[FrameType, int]]:
         if at.f_code in caller_frames:
             yield from walk_program(caller_frames[at.f_code](at))
         at = at.f_back
+
+
+# Of a started call on a stack of its own, which has no frame of the program: the line that started it.
+line_of_start: Final[ContextVar[Stack | None]] = ContextVar("line_of_start", default=None)
 
 
 @functools.cache

@@ -121,10 +121,15 @@ def test_started_call_is_one_with_a_call_at_once_and_needs_no_wait(ranks):
     assert value.eq(1).all()
 
 
-def test_started_calls_that_differ_raise_on_every_rank_that_waits(ranks, comm):
-    rank, _ = ranks
-    work = dist.broadcast(torch.zeros(2 + rank), 0, async_op=True)
-    with raises_everywhere(comm, InvalidArgumentError, "broadcast.*rank 1"):
+def test_started_calls_that_differ_raise_with_their_lines_on_every_rank_that_waits(ranks, comm):
+    rank, size = ranks
+    if rank == size - 1:
+        work = dist.broadcast(torch.zeros(2), 0, async_op=True)
+    else:
+        work = dist.broadcast(torch.zeros(3), 0, async_op=True)
+    with raises_everywhere(
+        comm, InvalidArgumentError, r"broadcast.*line: (rank.*_started\.py:\d+ in test_started.*){2}"
+    ):
         work.wait()
     dist.barrier()
 

@@ -29,7 +29,7 @@ from mpidist.transport.mpi.library import Intracomm, failed_ranks, last_round, l
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.barrier import NodeBarrier
 from mpidist.transport.shared_errors import is_shared_by, mark_shared, repeat_of
-from mpidist.transport.stacks import Stack, walk_program
+from mpidist.transport.stacks import Stack, line_of_start, walk_program
 from mpidist.transport.text import name_ranks, text_of
 from mpidist.transport.waiting import is_pausing, never_free, poll
 
@@ -329,7 +329,8 @@ class MpiAgreement(Agreement):
             fields.update(record.describe())
         if (handled := sys.exc_info()[1]) is not None:  # why a `finally` clause calls, perhaps, what no other rank does
             fields.setdefault("exception", text_of(handled))
-        fields["line"] = (record.started_at or Stack.of_walk(walk_program(sys._getframe()))).place
+        at = record.started_at or line_of_start.get() or Stack.of_walk(walk_program(sys._getframe()))
+        fields["line"] = at.place
         waits = self._slow_ranks.report(self.sequence)
         own = CallReport(fields, record.is_last, self._posted, self.notice.own, self._step_exit, waits)
         reports: list[CallReport] = self.all_gather_object(own)

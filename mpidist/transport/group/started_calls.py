@@ -19,7 +19,7 @@ from greenlet import getcurrent, greenlet
 from mpidist.transport.agreement.agreement import Agreement, CallRecord
 from mpidist.transport.group.thread_guard import OtherThreadError
 from mpidist.transport.mpi.library import load_mpi
-from mpidist.transport.stacks import Stack
+from mpidist.transport.stacks import Stack, line_of_start
 from mpidist.transport.waiting import complete, is_pausing, never_free, pausing
 
 __all__ = ["Pending", "PendingCalls", "Steps", "Workplace"]
@@ -59,7 +59,7 @@ class Pending:
         is_launched: Whether all work of the call was launched on this rank's GPU, so that the next call may progress.
         is_ahead: Whether calls before this one are under way.
         has_joined: Whether this rank has joined the comparison of the call, and joins no other one for the call.
-        started_at: The line that started the call, if another thread may compare it.
+        started_at: The line that started the call, if it may be compared in another thread, or on another stack.
         sequence: The number of the call; 0 before this rank has joined the call.
         unread: The first call of the group that has failed; empty for none, also for calls that are started after the
             error of one was read. `is_read`: whether one was.
@@ -197,6 +197,7 @@ def _steps_of(body: Callable[[], Any], pending: Pending) -> Steps:
     """
     stack, turns = greenlet(body), 0
     stack.gr_context = copy_context()
+    stack.gr_context.run(line_of_start.set, pending.started_at)
     error: BaseException | None = None
 
     def pause(has_progressed: bool, is_busy: bool) -> None:
@@ -273,7 +274,7 @@ class PendingCalls:
             self._unread = []
         call = Pending(steps, place, values, outs)
         call.advance_others, call.unread = self.advance, self._unread
-        if place in self._in_thread:
+        if place in self._in_thread or place is Workplace.CALLER:
             call.started_at = Stack.of_program()
         self.queue.append(call)
         self.advance()
