@@ -198,7 +198,7 @@ class Worker:
             stop = start + shard.shape[0]
             inside = range(start, stop)
             places = [at for at, row in enumerate(range(ROWS) if rows is None else rows) if row in inside]
-            if places:
+            if places or method in RULES:  # a rule counts a gradient without rows of a shard, too
                 its_rows = None if rows is None else tuple(rows[at] - start for at in places)
                 event = Event(self.strategy.topology.rank, method, its_rows, numbers[places], begun)
                 self.events.setdefault(shard.name, []).append(event)
@@ -243,8 +243,8 @@ def changed(state, event):
     if method in RULES:
         gradient, touched = given, np.arange(len(value))
         if rows is not None:
-            gradient = np.zeros_like(value)
-            np.add.at(gradient, list(rows), given)
+            gradient, rows = np.zeros_like(value), np.array(rows, int)
+            np.add.at(gradient, rows, given)
             touched = touched if method == "mix" else np.unique(rows)
         part = gradient[touched]
         if method == "sgd":
