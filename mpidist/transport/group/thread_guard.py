@@ -23,7 +23,8 @@ _forbidden: Final = threading.local()
 
 _CALLS: Final = ("mpidist.collectives.", "mpidist.cross_device_ops.", "mpidist.parameter_server.", "mpidist.transport.")
 _END_SECONDS: Final = 10.0  # how long a call of another thread may take once the program has ended
-_MOMENT_SECONDS: Final = 1.0  # how long a function may take that garbage collection calls, as to give back memory
+# How long a function may take that garbage collection calls, as to give back memory, or a thread to end.
+_MOMENT_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.02
 _ADVICE: Final = "join it before the program ends"
 _QUIET_POLLS: Final = 5  # after so many without a call, the thread makes none: between two it is in none for a moment
@@ -143,17 +144,20 @@ class ThreadGuard:
             who, owner = lender or new, self._waiting or self._owner  # the program's, and not those of libraries
             what = "a strategy" if level == "MULTIPLE" else f"strategies (THREAD_{level})"
             jax = "; only one thread may run functions that call mpidist.jax" if "mpidist.jax" in sys.modules else ""
+            torch = " (torch.distributed.new_group() for PyTorch's calls)" if "mpidist.torch" in sys.modules else ""
             raise OtherThreadError(
                 f"{call} in thread {who.name!r}, but thread {owner.name!r} makes this strategy's calls: only one "
                 f"thread at a time may use {what}: two threads would issue calls in a different order on each rank. "
-                f"Build one strategy for each thread, in the same order on all ranks{jax}"
+                f"Build one strategy for each thread, in the same order on all ranks{torch}{jax}"
             )
 
     def _may_come(self, lender: threading.Thread | None) -> bool:
         """Whether this thread may make calls, or those of `lender`, though another thread that made some is alive."""
         if self._owner is lender if lender else self._is_of_autograd():
             return True
-        return self._may_be_taken_over and self._waiting is None and not _stays_in_a_call(self._owner)
+        if self._may_be_taken_over and self._waiting is None and not _stays_in_a_call(self._owner):
+            return True
+        return _ends(self._owner)
 
     def _is_of_autograd(self) -> bool:
         """Whether this is a thread of autograd that another one waits for, or that one again; and no hook calls now."""
@@ -188,6 +192,13 @@ def _stays_in_a_call(thread: threading.Thread) -> bool:
             return True
         time.sleep(_POLL_SECONDS)
     return False
+
+
+def _ends(thread: threading.Thread) -> bool:
+    """Whether a thread ends in a moment, as one of a pool of threads whose last result the program has waited for."""
+    if not isinstance(thread, threading._DummyThread):  # which Python did not start, and does not see end
+        thread.join(_MOMENT_SECONDS)
+    return not thread.is_alive()
 
 
 def _is_in_a_call(thread: threading.Thread) -> bool:

@@ -137,6 +137,24 @@ def test_second_thread_is_refused_while_the_first_lives(comm):
         assert strategy.reduce("SUM", 1.0) == comm.size
 
 
+@several
+def test_thread_that_is_about_to_end_gives_its_calls_back(comm):
+    """As that of `torch.distributed.checkpoint.async_save`, which ends just after its result is there."""
+    with Strategy(comm=comm) as strategy:
+        reached = threading.Event()
+
+        def work():
+            strategy.reduce("SUM", 1.0)
+            reached.set()
+            time.sleep(0.1)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        reached.wait()
+        assert strategy.reduce("SUM", 1.0) == comm.size
+        thread.join()
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.usefixtures("comm")
 @pytest.mark.parametrize("lends", [False, True])
