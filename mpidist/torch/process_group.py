@@ -68,7 +68,9 @@ def _group_of(options: Any) -> SyncGroup:
 
 def _bytes_of(rows: Any) -> Any:
     """View the memory of a tensor that `_in_rows` returned as bytes, flat; of none, no bytes."""
-    return _NO_BYTES if rows is None else rows.view(-1).view(torch.uint8).numpy()
+    if rows is None:
+        return _NO_BYTES
+    return rows.as_strided((rows.numel(),), (1,)).view(torch.uint8).numpy()  # the stride of a length of 1 may be any
 
 
 def _in_rows(tensor: Any) -> Any:

@@ -197,6 +197,16 @@ def test_empty_tensors_and_scalars_are_values(ranks):
     assert scalar.item() == size - 1
 
 
+def test_single_element_of_any_stride_is_copied(ranks):
+    """As the first column of a batch of one row, which is in row-major order."""
+    rank, size = ranks
+    column, parts = full(rank, 1, 2)[:, 0], [full(one, 1, 2)[:, 0] for one in range(size)]
+    dist.all_gather(rows := [torch.zeros(1, 2)[:, 0] for _ in range(size)], column)
+    dist.scatter(part := torch.zeros(1, 2)[:, 0], parts if rank == 0 else None, 0)
+    dist.broadcast(column, size - 1)
+    equal(torch.cat([*rows, part, column]), [*range(size), rank, size - 1])
+
+
 def test_coalesced_calls_have_the_results_of_single_ones(ranks):
     rank, size = ranks
     values = [full(rank), full(2 * rank, 2)]
