@@ -134,6 +134,7 @@ class Agreement(ABC):
         step_exit: How this rank has left a step by an exception since its last call; `None` if it has not. Ranks
             compare it.
         is_node_barrier: Whether every `join` that raises no error is a barrier of the node's shared memory, too.
+        waiting_thread: The thread that waits in a call now, and not in the steps of a started one; 0 for none.
         compares_all_calls: Whether the ranks compare every call. If not, they compare calls that have a deadline or a
             `variant`, and the last call.
     """
@@ -143,6 +144,7 @@ class Agreement(ABC):
     carrying: CarryingRounds | None = None  # carry a few numbers of each compared call to all ranks
     flight: Array | None = None
     step_exit: StepExit | None = None
+    waiting_thread = 0
 
     def __init__(self, end: Callable[[], None], check_peers: Callable[[], None], ranks: frozenset[int]) -> None:
         self.sequence = self.run = 0
@@ -211,6 +213,9 @@ class Agreement(ABC):
                 self._fingerprints.clear()
             known = self._fingerprints[call, key] = fingerprint_of((call, describe()))
         return known
+
+    def require_no_wait(self, call: str) -> None:  # noqa: B027  a single rank waits for none
+        """Refuse a call of a function that interrupts this thread's wait in another call. Local."""
 
     @abstractmethod
     def all_reduce_or(self, flags: int) -> int:

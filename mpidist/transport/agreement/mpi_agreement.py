@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, final
 
 import numpy as np
@@ -225,6 +226,14 @@ class MpiAgreement(Agreement):
         self._note_agreed()
         return has_same_variant
 
+    def require_no_wait(self, call: str) -> None:
+        if self.waiting_thread == get_ident():  # the other ranks join it only after the call that this one waits in
+            raise RuntimeError(
+                f"{call} in the middle of {self._call_watchdog.name}: a signal handler, or a finalizer, cannot make "
+                "calls; record the signal, and make the call between two steps, on all ranks, as "
+                "PreemptionCheckpointHandler does"
+            )
+
     def note_read(self, nanoseconds: int) -> None:
         self._slow_ranks.note_read(self.sequence, nanoseconds)
 
@@ -298,6 +307,7 @@ class MpiAgreement(Agreement):
 
     def _wait(self, test: Callable[[], bool], memory: Callable[[], tuple[Any, ...]], is_message: bool = True) -> None:
         """Poll until all ranks have taken part. If one does not, the group is broken, and `memory` is never freed."""
+        self.waiting_thread = 0 if is_pausing() else get_ident()
         try:
             poll(test, self._call_watchdog.check_peers, is_message=is_message)
         except BaseException as error:
@@ -308,6 +318,8 @@ class MpiAgreement(Agreement):
             # Ctrl-C, for example: the other ranks may complete this call
             self._watchdog.break_off(self._call_watchdog.name, error)
             raise
+        finally:
+            self.waiting_thread = 0
 
     def _give_up_if_mpi_knows_why(self, error: BaseException) -> None:
         """Raise `PeerFailedError` if an error is of messages, and MPI has found which processes have failed. Local."""

@@ -184,6 +184,8 @@ class SyncGroup(OpenGroup):
             self.require_open(call)
         if self._threads is not None and get_ident() != self._threads.ident:
             self._threads.take_over(call)
+        if self.agreement.waiting_thread:
+            self.agreement.require_no_wait(call)
         if self.trace is not None:
             self.trace.enter()
         self._handled_exception = sys.exc_info()[1]
@@ -376,6 +378,7 @@ class SyncGroup(OpenGroup):
         self._give_up()
 
     def _close(self, leaving: CallRecord) -> None:
+        self.agreement.require_no_wait(leaving.name)
         if (self.calls.queue or self.calls.launched) and self.agreement.broken is None:
             self.calls.finish()
         self.calls.abandon(leaving.name)

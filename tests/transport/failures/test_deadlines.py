@@ -169,6 +169,28 @@ def test_signal_handlers_run_while_a_rank_waits(strategy, comm, clock):
 
 
 @pytest.mark.ranks(3)
+def test_signal_handler_cannot_make_calls_while_its_rank_waits_in_one(strategy, comm, clock):
+    """The others would wait for this rank, and this rank for them. The call that it interrupts goes on."""
+
+    text = r"(reduce|close\(\)) in the middle of reduce \(call 2\): a signal handler"
+
+    def handle():
+        try:
+            for call in (lambda: strategy.reduce("SUM", 9.0, options=options(0.5)), strategy.close):
+                with pytest.raises(RuntimeError, match=text):
+                    call()
+        finally:
+            for other in range(1, comm.size):
+                comm.send(None, other)
+
+    if comm.rank == 0:
+        clock.do_in_wait(handle)
+    else:
+        comm.recv(source=0)
+    assert strategy.reduce("SUM", 1.0) == strategy.reduce("SUM", 1.0) == comm.size
+
+
+@pytest.mark.ranks(3)
 def test_closing_does_not_wait_for_ranks_that_gave_up(comm):
     """A program that ends must end: nobody else will come. A rank that has not heard of it yet learns it."""
     for ends in (Strategy.close, lambda strategy: parts_of(strategy).group.end_with_program()):
