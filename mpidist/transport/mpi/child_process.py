@@ -60,11 +60,18 @@ def is_forked_from_rank(environ: Mapping[str, str]) -> bool:
 
 
 def require_no_child(environ: Mapping[str, str]) -> None:
-    """Refuse to start MPI in a child process of a rank, or to use it in a forked one; the error has the remedy."""
+    """Refuse to start MPI in a child of a rank or anew after `exec`, or to use it in a fork; errors have the remedy."""
     pid, own = environ.get(_MARK, ""), os.getpid()
-    if pid == str(own):
-        return
     is_of_launch = any(name in environ for name in OF_LAUNCHED_PROCESSES)
+    if pid == str(own):
+        mpi = sys.modules.get("mpi4py.MPI")
+        if is_of_launch and (mpi is None or not mpi.Is_initialized()):
+            raise TopologyError(
+                f"process {own} is a rank whose program was replaced by os.exec after it had started MPI, which starts "
+                "once in a process: call os.exec before the first strategy. `mpidist run --max-restarts` starts failed "
+                "ranks again"
+            )
+        return
     if is_of_launch and _is_worker():
         what = f"process {own} is a multiprocessing worker of a rank"
     elif pid and _Process.is_forked:

@@ -208,6 +208,10 @@ ENDS = {
         "strategy.run(lambda: mpidist.get_replica_context().start_all_reduce('SUM', [1.0] * (1 + rank)))", 1,
         {"InvalidArgumentError: start_all_reduce .* did not pass the same": 1},
     ),
+    "program that exec has replaced": End(
+        "if rank == 1:\n    os.execv(sys.executable, [sys.executable, *sys.argv])\nreduce_for_ever()", None,
+        {"TopologyError: process .* whose program was replaced by os.exec after it had started MPI": 1},
+    ),
     # Nothing has to be ended.
     "one rank": End(
         "print(strategy.reduce('SUM', 1.0), flush=True)\nraise KeyError('mine')", None,
