@@ -55,10 +55,14 @@ def await_ranks(comm: Intracomm | None) -> Intracomm:
         TypeError: If `comm` is no intra-communicator of mpi4py.
         UnavailableError: If there is no MPI.
         TopologyError: If this process is a child of a rank, or one of many worlds of one rank.
-        RuntimeError: If a rank serves a strategy that this rank uses.
+        RuntimeError: If a rank serves a strategy that this rank uses, or the program has not started MPI or ended it.
     """
     require_no_child(os.environ)
     mpi = load_mpi()
+    if mpi.Is_finalized():
+        raise RuntimeError(
+            "a new strategy after MPI.Finalize(): MPI starts once in a process; leave ending MPI to mpidist"
+        )
     mark_rank(os.environ)
     world: Intracomm = mpi.COMM_WORLD
     version = mpi.Get_library_version()

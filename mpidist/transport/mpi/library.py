@@ -54,6 +54,11 @@ def load_mpi() -> ModuleType:
         choose_network(os.environ, mpi.Get_library_version())
         level = getattr(mpi, f"THREAD_{settings.thread_level.upper()}")
         start_mpi(mpi, level, settings.errors, os.environ)
+    elif not mpi.Is_initialized():  # calls would end the process without a line of the program
+        raise RuntimeError(
+            "MPI is not started, and mpi4py.rc.initialize is False, so the program starts it: call "
+            "mpi4py.MPI.Init_thread() before the first strategy, or leave mpi4py.rc.initialize as it is"
+        )
     return mpi
 
 

@@ -212,6 +212,14 @@ ENDS = {
         "if rank == 1:\n    os.execv(sys.executable, [sys.executable, *sys.argv])\nreduce_for_ever()", None,
         {"TopologyError: process .* whose program was replaced by os.exec after it had started MPI": 1},
     ),
+    "MPI that the program has to start, and does not": End(
+        "import mpi4py\nmpi4py.rc.initialize = False\nimport mpidist\nmpidist.MultiWorkerMirroredStrategy()", 1,
+        {"RuntimeError: MPI is not started, and mpi4py.rc.initialize is False": None}, head="",
+    ),
+    "strategy after the end of MPI": End(
+        "from mpi4py import MPI\nMPI.Finalize()\nimport mpidist\nmpidist.MultiWorkerMirroredStrategy()", 1,
+        {"RuntimeError: a new strategy after MPI.Finalize": None}, head="",
+    ),
     # Nothing has to be ended.
     "one rank": End(
         "print(strategy.reduce('SUM', 1.0), flush=True)\nraise KeyError('mine')", None,
