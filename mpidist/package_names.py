@@ -51,6 +51,7 @@ _WHY_NO_MEMBER: Final[Mapping[str, Mapping[str, str]]] = {
         "all_gather": f"{_IN_RUN}; across replicas call gather",
         "all_reduce": f"{_IN_RUN}; across replicas call reduce",
         "configure": _NO_GRAPH,
+        "experimental_distribute_datasets_from_function": "its name is distribute_datasets_from_function",
         "experimental_make_numpy_dataset": "distribute mpidist.Batches(arrays, batch_size)",
         "experimental_run": "its name is run",
         "experimental_run_v2": "its name is run",
@@ -78,6 +79,25 @@ _WHY_NO_MEMBER: Final[Mapping[str, Mapping[str, str]]] = {
         "target": "ranks send messages of MPI, so a server has no address",
     },
 }
+_SUM: Final = "call strategy.reduce(op, value), or all_reduce of the replica context in run"
+# Of Horovod, torch.distributed, Accelerate and mpi4py, where they are modules or strategies.
+_PORTED: Final[Mapping[str, str]] = {
+    "DistributedDataParallel": 'torch.distributed.init_process_group("mpidist") runs that of PyTorch',
+    "DistributedOptimizer": "call all_reduce in the step, before optimizer.step()",
+    "all_reduce": _SUM,
+    "allgather": "call strategy.gather(value, axis)",
+    "allreduce": _SUM,
+    "broadcast_parameters": "call strategy.broadcast(tensors, out=tensors)",
+    "get_rank": "it is strategy.rank",
+    "get_world_size": "it is strategy.size",
+    "init": "make a MultiWorkerMirroredStrategy",
+    "init_process_group": 'make a MultiWorkerMirroredStrategy, or call that of torch.distributed with "mpidist"',
+    "is_main_process": "it is strategy.is_chief",
+    "shutdown": "call strategy.close()",
+    "world_size": "it is strategy.size",
+}
+_PORTED_PAGE: Final = "see the page 'From Horovod, DDP and mpi4py' of the documentation"
+
 _NOT_NEEDED: Final = "MPI numbers the ranks and matches their calls: leave it out"
 _WHY_NO_ARGUMENT: Final[Mapping[str, str]] = {
     "all_reduce_merge_scope": "options=CommunicationOptions(bytes_per_pack=...) groups arrays",
@@ -122,9 +142,7 @@ def explain_absent_members(kind: _Class) -> _Class:
     why = _WHY_NO_MEMBER[kind.__name__]
 
     def look_up(self: object, name: str) -> NoReturn:
-        text = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name in why:
-            text = f"{text}: {why[name]}; {_PAGE}"
+        text = f"{type(self).__name__!r} object has no attribute {name!r}{_reason(name, why)}"
         raise AttributeError(text, name=name, obj=self)
 
     type.__setattr__(kind, "__getattr__", look_up)
@@ -143,12 +161,20 @@ def explain_absent_arguments(init: _Init) -> _Init:
     return checked  # type: ignore[return-value]
 
 
+def _reason(name: str, why: Mapping[str, str]) -> str:
+    if name in why:
+        return f": {why[name]}; {_PAGE}"
+    return f": {_PORTED[name]}; {_PORTED_PAGE}" if name in _PORTED else ""
+
+
 def _text_of(module: str, name: str) -> str:
-    if name in _WHY:
-        return f"{module} has no {name}: {_WHY[name]}; {_PAGE}"
+    if reason := _reason(name, _WHY):
+        return f"{module} has no {name}{reason}"
     text = f"module {module!r} has no attribute {name!r}"
     if name.startswith("_"):
         return text
+    if hasattr(import_module("mpidist.strategy").Strategy, name):
+        return f"{text}: it is strategy.{name}, of a strategy such as MultiWorkerMirroredStrategy()"
     listed = {public: home for home in reversed(_MODULES) for public in import_module(home).__all__}
     near = [name] if name in listed else get_close_matches(name, listed, 1, cutoff=0.8)
     return f"{text}; did you mean {listed[near[0]]}.{near[0]}?" if near else text

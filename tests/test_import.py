@@ -199,6 +199,8 @@ ABSENT = {
     "PreemptionCheckpointHandler": r"did you mean mpidist\.experimental\.PreemptionCheckpointHandler\?$",
     "experimental.MirroredStrategy": r"did you mean mpidist\.MirroredStrategy\?$",
     "MirorredStrategy": r"module 'mpidist' has no attribute 'MirorredStrategy'; did you mean mpidist\.Mirrored",
+    "allreduce": r"has no allreduce: call strategy\.reduce.*; see the page 'From Horovod, DDP and mpi4py'",
+    "broadcast": r"has no attribute 'broadcast': it is strategy\.broadcast",
     "bogus": "^module 'mpidist' has no attribute 'bogus'$",
     "_private": "^module 'mpidist' has no attribute '_private'$",
 }
@@ -222,6 +224,7 @@ def test_absent_members_raise_with_advice():
         (strategy, "make_dataset_iterator", "iterate over the data set of experimental_distribute_dataset"),
         (strategy, "experimental_run_v2", "its name is run"),
         (strategy, "all_reduce", "a method of mpidist.get_replica_context"),
+        (strategy, "world_size", r"it is strategy\.size; see the page 'From Horovod, DDP and mpi4py'"),
         (strategy, "rnk", "no attribute 'rnk'$"),
         (strategy.extended, "read_var", "call read_value"),
         (strategy.extended, "should_checkpoint", "strategy.is_chief"),
