@@ -129,8 +129,9 @@ def _written(tensor: Any) -> Iterator[Any]:
 
 def _name_of(opts: Any) -> str:
     op = getattr(opts, "reduceOp", None)
-    number = int(getattr(op, "op", 0 if op is None else op))
-    return next((name for name in (*_REDUCE_OPS, *_OF_BITS) if int(getattr(dist.ReduceOp, name)) == number), str(op))
+    kind = getattr(op, "op", op) or dist.ReduceOp.SUM
+    names = (name for name in (*_REDUCE_OPS, *_OF_BITS) if int(getattr(dist.ReduceOp, name)) == int(kind))
+    return next(names, str(kind))
 
 
 def _real_views(tensors: Sequence[Any], name: str) -> tuple[list[Any], str]:
@@ -363,7 +364,8 @@ class MpiProcessGroup(ProcessGroup):
         own = _in_rows(own)
         if own.dtype != flat.dtype:
             raise TypeError(f"the input is {own.dtype}, and the output {flat.dtype}")
-        if (len(counts), sum(counts), counts[self._rank]) != (self._size, flat.numel(), own.numel()):
+        mine = counts[self._rank : self._rank + 1]
+        if (len(counts), sum(counts), *mine) != (self._size, flat.numel(), own.numel()):
             raise ValueError(f"the input has {own.numel()} elements, the output {flat.numel()} of {counts} by rank")
         bounds = [flat.element_size() * sum(counts[:at]) for at in range(self._size + 1)]
         seconds = self._seconds_of(opts)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from support.everywhere import raises_everywhere
 from support.process_groups import open_process_group
+from torch.distributed import _make_nccl_premul_sum  # for NCCL alone
 
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError
 
@@ -368,6 +369,14 @@ def test_bad_arguments_of_one_rank_raise_on_every_rank(ranks, comm, call):
     with raises_everywhere(comm, InvalidArgumentError, "rank 1(?!.*ModuleNotFound)"):
         call(size, int(rank == 1))
     dist.barrier()
+
+
+@pytest.mark.ranks(min=2)
+def test_call_that_no_rank_can_make_raises_alike_on_every_rank(ranks, comm):
+    with raises_everywhere(comm, ValueError, r"^the input has 1 elements, the output 1 of \[1\] by rank"):
+        dist.all_gather([torch.ones(1)], torch.ones(1))
+    with raises_everywhere(comm, ValueError, "reduce_op RedOpType.PREMUL_SUM is not supported here"):
+        dist.all_reduce(torch.ones(1), _make_nccl_premul_sum(2.0))
 
 
 def test_root_that_is_no_rank_raises_on_every_rank(ranks, comm):
