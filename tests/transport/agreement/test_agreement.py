@@ -3,6 +3,7 @@
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -227,6 +228,21 @@ def test_calls_in_several_lines_show_the_line_of_each_rank(strategy, comm):
     here = r"\S*test_agreement.py:\d+ in"
     with raises_everywhere(comm, InvalidArgumentError, f"\n  line: ranks 0, 2: {here} test_.*; rank 1: {here} other"):
         other() if comm.rank == 1 else strategy.reduce("SUM", 1.0)
+
+
+@pytest.mark.ranks(2)
+def test_calls_of_started_functions_show_the_line_of_the_caller(strategy, comm):
+    """As those of torch.distributed, which have stacks of their own."""
+    parts = parts_of(strategy)
+
+    def wait():
+        started = parts.group.calls.start_function(partial(parts.cross_device_ops.all_reduce, "SUM", 1.0))
+        parts.group.calls.finish(started)
+        assert started.result
+
+    here = r"\S*test_agreement.py:\d+ in"
+    with raises_everywhere(comm, InvalidArgumentError, f"\n  line: rank 0: {here} wait; rank 1: {here} test_.*"):
+        strategy.barrier() if comm.rank == 1 else wait()
 
 
 @pytest.mark.ranks(2)
