@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from mpidist.torch.process_group import MpiProcessGroup, sparse_tensor
+from mpidist.checksums import checksum
+from mpidist.torch.process_group import MpiProcessGroup, bytes_of_tensor, sparse_tensor
 
 __all__ = ["all_reduce_gradients", "broadcast"]
 
 _HAS_GRADIENT: Final = ".grad is not None"  # no name of a parameter begins with a dot
+_ADVICE: Final = "the parameters must be equal before the first step: call mpidist.torch.broadcast(model)"
+_compared: Final[WeakSet[Any]] = WeakSet()  # modules whose parameters were equal at their first call
 
 
 def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> None:
@@ -21,6 +25,7 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
     Ranks match parameters by name, and may have made them in different orders. A parameter without a gradient on some
     ranks counts as zeros there; without one on all ranks it stays without.
     Sparse gradients, of embeddings with `sparse=True`, are reduced in a call of their own, and stay sparse.
+    The first call of a module requires that its parameters are equal on all ranks, bit by bit.
 
     Args:
         module: A `torch.nn.Module` in host memory. The names of the parameters that require gradients are the same on
@@ -29,7 +34,7 @@ def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> No
         group: A process group of mpidist; by default that of all ranks.
 
     Raises:
-        InvalidArgumentError: If the ranks' parameters or operations differ. On every rank.
+        InvalidArgumentError: If the ranks' parameters, or their first values, or operations differ. On every rank.
         ValueError: If `op` is another operation on every rank.
         TypeError: If the group is none of mpidist, or if parameters are DTensors on every rank.
     """
@@ -56,6 +61,11 @@ def _all_reduce_gradients(module: Any, op: str, ranks: MpiProcessGroup) -> None:
     for (name, parameter), is_there in zip(parameters.items(), has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
             parameter.grad = gradients[name]
+    if module not in _compared:  # equal gradients keep equal parameters equal
+        values = {f"checksum of {name}": bytes_of_tensor(one.cpu()) for name, one in parameters.items()}
+        sums = {name: f"{checksum(one):08x}" for name, one in values.items()}
+        ranks.compare("all_reduce_gradients", advice=_ADVICE, **sums)
+        _compared.add(module)
 
 
 def _sparse_weights(module: Any) -> set[int]:

@@ -37,7 +37,7 @@ from mpidist.transport.shared_errors import following_of
 from mpidist.transport.waiting import is_pausing
 from mpidist.values import IndexedSlices
 
-__all__ = ["MpiProcessGroup", "sparse_tensor"]
+__all__ = ["MpiProcessGroup", "bytes_of_tensor", "sparse_tensor"]
 
 logger = logging.getLogger("mpidist.torch")
 
@@ -64,6 +64,11 @@ def _group_of(options: Any) -> SyncGroup:
         return SyncGroup.from_mpi(comm)
     finally:
         comm.Free()
+
+
+def bytes_of_tensor(tensor: Any) -> Any:
+    """Return the bytes of a tensor in row-major order, flat: a view, if it is in that order."""
+    return _bytes_of(_in_rows(tensor))
 
 
 def _bytes_of(rows: Any) -> Any:
@@ -246,6 +251,11 @@ class MpiProcessGroup(ProcessGroup):
     def options_of(self, opts: Any = None) -> CommunicationOptions:
         """Return the options of a call of `ops`: the timeout of torch's, or of the group."""
         return CommunicationOptions(timeout_seconds=self._seconds_of(opts))
+
+    def compare(self, name: str, **fields: Any) -> None:
+        """Raise on all ranks if their fields of a call differ. Collective."""
+        with self._copies.call(name, self._seconds, **fields):
+            pass
 
     def told(self, name: str, run: Callable[[], _T], given: Sequence[Any]) -> _T:
         """Make a call; all ranks raise the error of this rank's arguments, but for messages of two ranks."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.everywhere import raises_everywhere
 from torch.nn.parallel import DistributedDataParallel
 
 from mpidist.errors import InvalidArgumentError
@@ -158,6 +159,24 @@ def test_all_reduce_gradients_gives_the_weights_of_one_process(ranks):
     optimizer = torch.optim.Adam(model.parameters())
     mpidist.torch.broadcast(model, optimizer)
     require_weights(ranks, trained(ranks, model, optimizer, mpidist.torch.all_reduce_gradients))
+
+
+@pytest.mark.ranks(min=2)
+def test_all_reduce_gradients_of_unequal_parameters_are_refused_before_the_first_step(ranks, comm):
+    import mpidist.torch
+
+    model = model_of()
+    with torch.no_grad():
+        model[2].bias += ranks[0]
+    loss_of(model, data_of(ranks[1])[0, ranks[0]]).backward()
+    for _ in range(2):
+        with raises_everywhere(comm, InvalidArgumentError, r"checksum of 2.bias: rank 0: .*torch\.broadcast\(model\)$"):
+            mpidist.torch.all_reduce_gradients(model)
+    mpidist.torch.broadcast(model)
+    mpidist.torch.all_reduce_gradients(model)
+    with torch.no_grad():
+        model[2].bias += ranks[0]
+    mpidist.torch.all_reduce_gradients(model)
 
 
 @pytest.mark.ranks(min=2)
