@@ -441,9 +441,12 @@ def _leave_groups_at_exit() -> None:
         group = _open[0]
         try:
             unread.append(group.end_with_program())
-        except Exception as error:  # the other groups must be left, too
-            job_abort.write_line(f"while the program ended: {text_of(error)}")
+        except BaseException as error:  # the other groups must be left, too
             remove(group, has_failed=True)
+            if isinstance(error, KeyboardInterrupt):  # it ends the job, as at any other moment
+                unread.append(error)
+            else:
+                job_abort.write_line(f"while the program ended: {text_of(error)}")
     for uncaught in filter(None, unread):
         sys.excepthook(type(uncaught), uncaught, uncaught.__traceback__)
     for reason in _unbuilt[:1]:

@@ -143,6 +143,7 @@ if rank == 0:
 else:
     await_signs("interrupted")
 """
+AT_THE_END = RING.replace("raise InterruptedError(", "leave_sign('interrupted')\n        raise {error}(").format_map
 STEP = """
 import ctypes
 def step(number):
@@ -277,6 +278,14 @@ ENDS = {
         RING.format(call="strategy.close()")
         + "try:\n    strategy.close()\nexcept mpidist.errors.PeerFailedError as error:\n    print(error)", 0,
         {r"close\(\) \(call 2\) on rank 1 .*rank 0 broke off": 1}, head=HEAD + SIGNS,
+    ),
+    "end that is interrupted": End(
+        AT_THE_END({"call": "pass", "error": "KeyboardInterrupt"}), None,
+        {r"\[rank 0 on .*\] KeyboardInterrupt": 1, "Exception ignored": 0}, head=HEAD + SIGNS,
+    ),
+    "end in which a signal handler exits": End(
+        AT_THE_END({"call": "pass", "error": "SystemExit"}), 0, {"while the program ended: SystemExit: alarm": 1},
+        head=HEAD + SIGNS,
     ),
     "crash": End(
         STEP.format(what="ctypes.string_at(0)"), None,
