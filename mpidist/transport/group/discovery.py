@@ -19,7 +19,13 @@ from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport.costs.cost_file import TuningKey, load_tuned
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import open_groups
-from mpidist.transport.mpi.child_process import INHERITS_FROM_RANK, launcher_or_parent, mark_rank, require_no_child
+from mpidist.transport.mpi.child_process import (
+    INHERITS_FROM_RANK,
+    launcher_or_parent,
+    mark_rank,
+    require_no_child,
+    require_variables,
+)
 from mpidist.transport.mpi.launch import check_launch
 from mpidist.transport.mpi.library import (
     Intracomm,
@@ -67,6 +73,8 @@ def await_ranks(comm: Intracomm | None) -> Intracomm:
     world: Intracomm = mpi.COMM_WORLD
     version = mpi.Get_library_version()
     check_launch(os.environ, world.Get_size(), version, command_line(), INHERITS_FROM_RANK)
+    if world.Get_size() == 1:
+        require_variables(os.environ)
     ranks: Intracomm = world if comm is None else comm
     is_usable = isinstance(ranks, mpi.Intracomm) and ranks != mpi.COMM_NULL
     if not is_usable:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final, final
 
 from mpidist.errors import TopologyError
-from mpidist.transport.mpi.launcher_variables import OF_LAUNCHED_PROCESSES, PMI_FD
+from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, OF_LAUNCHED_PROCESSES, PMI_FD
 
 __all__ = [
     "INHERITS_FROM_RANK",
@@ -23,6 +23,7 @@ __all__ = [
     "mark_rank",
     "read_stat",
     "require_no_child",
+    "require_variables",
 ]
 
 _STAT_BYTES: Final = 4096  # more than the line has
@@ -90,6 +91,18 @@ def require_no_child(environ: Mapping[str, str]) -> None:
     )
     _end_endless_pool(text, int(pid) if pid else os.getppid())
     raise TopologyError(text)
+
+
+def require_variables(environ: Mapping[str, str]) -> None:
+    """Refuse a world of one rank if a launcher of MPI started this process, and something removed its variables."""
+    name = next((name for _, name in _ancestors()), "")
+    is_known = any(its.startswith(LAUNCHER_PREFIXES) for its in environ)
+    if name in _LAUNCHERS and not is_known and environ.get("MPIDIST_ALONE", "").strip() != "1":
+        raise TopologyError(
+            f"{name} started this process, and its variables, such as {' or '.join(OF_LAUNCHED_PROCESSES[2::2])}, are "
+            "missing: each rank would be alone. Something between removed them, as env -i or a container's clean "
+            "environment does: pass them on. For a process that is meant to be alone set MPIDIST_ALONE=1"
+        )
 
 
 def _is_worker() -> bool:

@@ -432,6 +432,16 @@ def test_wrong_launcher_is_refused_with_the_command_to_use(tmp_path):
     assert re.search(rf"mpiexec -n 3 \S*python\S* {re.escape(str(script))}", ended.err)
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_launch_whose_variables_are_removed_is_refused(job, is_alone):
+    """Each rank would be alone, and the job end with 0."""
+    before = ("env", "-i", "HOME=/tmp", f"PYTHONPATH={PROJECT}", f"MPIDIST_ALONE={is_alone:d}")
+    ended = job("import mpidist\nprint(mpidist.MultiWorkerMirroredStrategy().size)", ranks=2, head="", before=before)
+    assert (ended.status == 0) == is_alone, ended
+    assert ("MPIDIST_ALONE=1" in ended.err) != is_alone
+    assert ended.out.count("1") == 2 * is_alone
+
+
 def test_calls_after_the_program_finalized_mpi_are_python_errors(job):
     program = """
 context = mpidist.get_replica_context
