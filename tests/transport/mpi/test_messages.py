@@ -11,12 +11,12 @@ import pytest
 from support.contributions import bits, in_tree_order, replica_tree, rows_of_this_rank, unlike_numbers
 
 from mpidist.errors import PeerFailedError
+from mpidist.transport.group.row_reduction import exchange_rows, row_traffic
 from mpidist.transport.mpi import communicator as module
 from mpidist.transport.mpi import open_mpi
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.mpi.open_mpi import eager_limit_bytes
-from mpidist.transport.mpi.rows import exchange_rows, row_traffic
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll
