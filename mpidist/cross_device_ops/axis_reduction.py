@@ -18,10 +18,10 @@ from mpidist.collectives.arguments.operands import (
     axes_tuple,
     leaves_of_replicas,
 )
+from mpidist.collectives.arguments.out_arrays import LateOuts
 from mpidist.collectives.arguments.signature import Form, form_of, name_call
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
-from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.options import CommunicationOptions, ReduceOp
 from mpidist.transport import arrays
 from mpidist.transport.group.sync_group import SyncGroup
@@ -104,7 +104,7 @@ def reduce_along_axis(
         reduced = partials[0] if replicas.are_bare else [*map(PerReplica, zip(*partials, strict=True))]
         given = nest.rebuild(value, reduced)
         if out is not None and op is ReduceOp.MEAN:
-            outs = LateOuts(out, structure, forms[0].out_specs, ops)
+            outs = LateOuts(ops.group, out, structure, forms[0].out_specs, replicas)
     except Exception as problem:  # of any kind: the other ranks must learn of it
         error = name_call(problem, call)
     if op is not ReduceOp.MEAN:

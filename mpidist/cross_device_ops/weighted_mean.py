@@ -16,10 +16,10 @@ from mpidist.collectives.arguments.destinations import (
     rebuild_results,
 )
 from mpidist.collectives.arguments.operands import Operands, Spec, replica_components
+from mpidist.collectives.arguments.out_arrays import LateOuts
 from mpidist.collectives.arguments.signature import Form, form_of, name_call
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.cross_device_ops.bound_ops import BoundOps
-from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.replicas import Replicas
@@ -80,7 +80,7 @@ def weighted_mean(
         products = _weighted(operands, forms, weights, group.result_memory.products)
         given = products[0] if replicas.are_bare else [*map(PerReplica, zip(*products, strict=True))]
         if out is not None:
-            outs = LateOuts(out, flat.structure, forms[0].out_specs, ops, bool(flat.mirrored))
+            outs = LateOuts(group, out, flat.structure, forms[0].out_specs, replicas, bool(flat.mirrored))
     except Exception as problem:
         error = error or name_call(problem, call)
     name = call if outs is None else outs.name(call)

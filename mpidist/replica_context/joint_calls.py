@@ -12,12 +12,12 @@ import numpy as np
 
 from mpidist import context_stack, nest
 from mpidist.collectives.arguments.operands import Spec, axis_of, native_dtype
+from mpidist.collectives.arguments.out_arrays import LateOuts
 from mpidist.collectives.arguments.signature import name_call
 from mpidist.collectives.open_call import PendingResult
 from mpidist.collectives.plans.arithmetic import wire_and_result_dtypes
 from mpidist.context_stack import CurrentStrategy, parts_of
 from mpidist.cross_device_ops.bound_ops import BoundOps
-from mpidist.cross_device_ops.late_outs import LateOuts
 from mpidist.cross_device_ops.weighted_mean import weighted_mean
 from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
@@ -196,7 +196,7 @@ class JointCalls:
             if joined.out is not None:
                 specs = [_specs_of_parts(ReduceOp.of(joined.op), natives, axes, own, total) for own in ids]
                 nests = zip(joined.out.nests, specs, strict=True)
-                outs = [LateOuts(out, structure, its, self._ops) for out, its in nests]
+                outs = [LateOuts(self._group, out, structure, its, self._replicas) for out, its in nests]
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or name_call(problem, call)
         name = outs[0].name(call) if outs else call

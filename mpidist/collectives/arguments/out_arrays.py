@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import attrgetter, is_
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -15,11 +15,14 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.nest.text import form_text
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays as native_arrays
+from mpidist.transport.agreement.agreement import Call
 from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.node_memory.symmetric import SharedArrays
 from mpidist.values import Contributions
 
 __all__ = [
+    "LateOuts",
     "check_outs",
     "copy_overwritten",
     "flatten_out",
@@ -274,3 +277,34 @@ def write_outs(outs: Sequence[Any], results: Sequence[Any], shared: SharedArrays
         else:  # `out` is not contiguous, not aligned, or of another byte order
             native_arrays.write(out, result)
     return list(outs)
+
+
+@final
+class LateOuts:
+    """The first replica's arrays of `out`, for results that a rank computes once a call is over: checked before it."""
+
+    def __init__(
+        self,
+        group: SyncGroup,
+        out: Any,
+        structure: nest.Structure,
+        specs: Sequence[Spec],
+        replicas: Replicas,
+        has_mirrored: bool = False,
+    ) -> None:
+        self._group, self._outs = group, result_outs(out, structure, specs, replicas, has_mirrored)
+
+    def name(self, call: str) -> str:
+        """Name a call so that ranks compare which of its outs are per-node arrays. Local."""
+        shared = [at for at, out in enumerate(self._outs) if self._group.shared.is_per_node(out)]
+        return f"{call}, with the per-node outs {shared}" if shared else call
+
+    def write(self, call: str, results: Sequence[Any]) -> None:
+        """Write results. Local; collective if an array is a per-node one, which one rank of the node writes."""
+        if not any(map(self._group.shared.is_per_node, self._outs)):
+            write_outs(self._outs, results, self._group.shared)
+        else:
+            what = f"writing of per-node arrays, of {call}"
+            with self._group.call(Call(what, self._group.agreement.fingerprint(what, (), dict))):
+                write_outs(self._outs, results, self._group.shared)
+        native_arrays.wait_for_writes(self._outs)
