@@ -23,7 +23,6 @@ from mpidist.errors import InvalidArgumentError
 from mpidist.options import ReduceOp
 from mpidist.replica_context.pending_writes import PendingWrites
 from mpidist.replica_context.replica_context import ReplicaContext, SharedResult
-from mpidist.replica_context.results_on_gpus import broadcast_to_gpus, copies_on_gpus
 from mpidist.replica_context.turns import Turns
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
@@ -273,7 +272,7 @@ class JointCalls:
         if outs is None:
             return self._share_new(_read_only(result))
         first, *others = ([library_of(one).to_target(one) for one in nest.flatten(out)[0]] for out in outs.nests)
-        if broadcast_to_gpus(self._group.devices, self._replicas, first, others):
+        if self._broadcast_to_gpus(first, others):
             return list(outs.nests)
         for at, other in enumerate(others, 1):
             with on_device(self._replicas.devices, at):
@@ -286,11 +285,45 @@ class JointCalls:
     def _share_new(self, result: Any) -> list[Any]:
         """Return a new result for each replica: one that all share, or a copy where replicas could write it."""
         if self._replicas.gpus_here:
-            leaves, _ = nest.flatten(result)
-            copies = copies_on_gpus(self._group.devices, self._replicas, leaves)
+            copies = self._copies_on_gpus(nest.flatten(result)[0])
             if copies is not None:
                 return [result, *(nest.rebuild(result, own) for own in copies)]
         return [self._own(result, at) for at in range(self._replicas.num_here)]
+
+    def _copies_on_gpus(self, leaves: Sequence[Any]) -> list[list[Any]] | None:
+        """Copy the first replica's results in device memory for each other replica of this rank, on its own GPU. Local.
+
+        Returns [other replicas][leaves], where leaves in host memory are those of the first replica. `None` if NCCL
+        cannot copy the results: NCCL is not available, two replicas share a GPU, or a result is no array of CuPy.
+        """
+        indices = [index for index, leaf in enumerate(leaves) if arrays.stays_writable(leaf)]
+        if not all(arrays.is_cupy(leaves[index]) for index in indices):
+            return None
+        copies = [list(leaves) for _ in range(1, self._replicas.num_here)]
+        for at, own in enumerate(copies, 1):
+            with on_device(self._replicas.devices, at):
+                for index in indices:
+                    own[index] = arrays.empty(leaves[index].shape, leaves[index].dtype, device=True)
+        sources, *targets = ([own[index] for index in indices] for own in (leaves, *copies))
+        return copies if self._broadcast_to_gpus(sources, targets) else None
+
+    def _broadcast_to_gpus(self, sources: Sequence[Any], targets: Sequence[Sequence[Any]]) -> bool:
+        """Copy results on the first GPU to those of the other replicas of this rank: [other replicas][arrays]. Local.
+
+        Returns whether the results were copied: not if NCCL cannot copy them, as in `_copies_on_gpus`.
+        """
+        gpus_here = self._replicas.gpus_here
+        if not gpus_here or not sources:
+            return False
+        for gpu, own in zip(gpus_here, (sources, *targets), strict=True):
+            for source, array in zip(sources, own, strict=True):
+                is_there = arrays.is_cupy(array) and int(array.device.id) == gpu
+                if not is_there or not array.flags.c_contiguous or array.dtype != source.dtype:
+                    return False
+        gpus = self._group.devices.gpus_of_process(gpus_here)
+        if gpus is not None:
+            gpus.broadcast(sources, targets)
+        return gpus is not None
 
     def _own(self, result: Any, at: int) -> Any:
         """Return the result for a replica, with copies of arrays that all replicas would share and could write."""
