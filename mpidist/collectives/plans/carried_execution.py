@@ -54,7 +54,8 @@ class CarriedExecution(Execution):
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
         results, _ = self._small.lend()
         self._small.finish(call.state, results)
-        return self._small.close(results, is_new=True)
+        self._small.close(results, is_new=True)
+        return results
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
         yield from ()

@@ -14,7 +14,6 @@ from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.arguments.out_arrays import copy_overwritten, target_arrays
 from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
-from mpidist.collectives.plans.lists_of_dtypes import ListsOfDtypes
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import (
@@ -23,6 +22,7 @@ from mpidist.collectives.plans.repeated_reductions import (
     ListIntoOthers,
     ListPerNode,
     Lists,
+    ListsOfDtypes,
     NewList,
     RepeatedReduction,
     SmallArray,
@@ -157,7 +157,7 @@ class FusedExecution(Execution):
             return SmallArray(self._made[0].recycled, spec, fused, self._reducer, one_shot, flight)
         return LargeArray(self._made[0].recycled, spec, fused, self._reducer, flight)
 
-    def of_list(self, call: ReductionCall, flight: Any) -> Lists | ListsOfDtypes | SmallLists | None:
+    def of_list(self, call: ReductionCall, flight: Any) -> RepeatedReduction | None:
         """Return what reduces contiguous private lists like this call's again; `None` where C does not add them."""
         places: Places = call.state[0]
         if call.outs is None:
@@ -251,7 +251,8 @@ class FusedExecution(Execution):
             self._reducer.synchronize()
         results = small.lend()[0] if call.outs is None else self._new_results(call)
         small.finish(staged, results)
-        return small.close(results, call.outs is None)
+        small.close(results, call.outs is None)
+        return results
 
     def _take(self, at: int, arrays: Sequence[Any]) -> TwoShot:
         """Return the transfer of a list of private arrays: that of an earlier call, if no other call uses it."""

@@ -9,7 +9,8 @@ from typing import Any, cast, final
 
 import numpy as np
 
-from mpidist.collectives.arguments.operands import Spec
+from mpidist.collectives.arguments.operands import NO_OPERANDS, Spec
+from mpidist.collectives.plans.call import Execution, ReductionCall
 from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.transport.group.started_calls import Steps
@@ -19,7 +20,6 @@ from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.in_place import InPlace
 from mpidist.transport.shared_memory.one_shot import OneShot
-from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.waiting import complete
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ListIntoOthers",
     "ListPerNode",
     "Lists",
+    "ListsOfDtypes",
     "NewList",
     "RepeatedReduction",
     "SmallArray",
@@ -46,6 +47,15 @@ class RepeatedReduction(ABC):
     """
 
     run: Any = None
+    _sums: list[int]  # the calls and bytes of the traffic, as `FusedReducer.count` adds them
+    _num_lists = 1  # that a call adds to them
+    _nbytes: int
+    _forms: list[tuple[tuple[int, ...], np.dtype[Any]]]  # of a list of arrays
+    _needs_own_data = False
+
+    def fits(self, arrays: list[Any]) -> bool:
+        """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtypes."""
+        return bool(native.have_forms(arrays, self._forms, self._needs_own_data, False))
 
     def lend(self) -> tuple[Any, int]:
         """Return where a new result is written, and its `LentArrays.place`. Local."""
@@ -74,9 +84,11 @@ class RepeatedReduction(ABC):
         """
         raise NotImplementedError(f"no compiled code begins the calls of {type(self).__name__}")
 
-    @abstractmethod
     def close(self, result: Any, is_new: bool) -> Any:
         """Count a call that is done, and return its result to the program; `is_new` if `lend` returned it. Local."""
+        self._sums[0] += self._num_lists
+        self._sums[1] += self._nbytes
+        return result
 
     def forget(self) -> None:  # noqa: B027  one subclass refers to no array
         """Drop the reference to an array that was staged, if `finish` is not called. Local."""
@@ -100,10 +112,12 @@ class SmallArray(RepeatedReduction):
     ) -> None:
         self._memory = memory if memory.is_kept else None
         self._shape, self._dtype = spec.shape, fused.wire
-        self._sums, self._link_bytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
+        self._sums, self._nbytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
         self._reduction, self._divide_by = fused.reduction, fused.divide_by
         self._one_shot = one_shot
-        self._whole = _whole_call(fused, reducer, None, flight if spec.dtype == fused.wire else None)
+        self._whole = reducer.whole_call(
+            fused.reduction, fused.wire, fused.divide_by, None, flight if spec.dtype == fused.wire else None
+        )
         self.run = None if self._whole is None else self._whole.run
 
     def lend(self) -> tuple[Array, int]:
@@ -118,11 +132,6 @@ class SmallArray(RepeatedReduction):
     def finish(self, begun: Any, result: Array) -> None:
         self._reduction.combine_and_divide(begun, result.reshape(-1), self._divide_by)
 
-    def close(self, result: Array, is_new: bool) -> Array:
-        self._sums[0] += 1  # as `FusedReducer.count` adds
-        self._sums[1] += self._link_bytes
-        return result
-
 
 class _TwoShots(RepeatedReduction):
     """Reduces larger arrays: every rank adds a shard. Without a `flight`, no call is compiled as a whole."""
@@ -131,11 +140,11 @@ class _TwoShots(RepeatedReduction):
 
     def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
         self._reducer = reducer
-        self._sums, self._link_bytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
+        self._sums, self._nbytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
         self._arrays = FusedArrays(fused.wire, (), shared=self._shared, result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
         self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
-        whole = _whole_call(fused, reducer, self._two_shot, flight)
+        whole = reducer.whole_call(fused.reduction, fused.wire, fused.divide_by, self._two_shot, flight)
         self._run_whole: Any = None if whole is None else whole.run
 
     @abstractmethod
@@ -166,11 +175,6 @@ class _TwoShots(RepeatedReduction):
     def _settle(self) -> None:
         self._two_shot.forget()
         self._was_restaged = self._two_shot.was_restaged
-
-    def close(self, result: Any, is_new: bool) -> Any:
-        self._sums[0] += 1  # as `FusedReducer.count` adds
-        self._sums[1] += self._link_bytes
-        return result
 
     def forget(self) -> None:
         self._two_shot.forget()
@@ -207,7 +211,7 @@ class LargeArray(_TwoShots):
         self._arrays.sources, self._arrays.results, self._arrays.place = (value,), (result,), place
 
 
-class Lists(_TwoShots):
+class Lists(_TwoShots, ABC):
     """Reduces lists of contiguous arrays, in compiled code."""
 
     def __init__(
@@ -223,13 +227,15 @@ class Lists(_TwoShots):
         """Whether there is compiled code for whole calls. Without, nothing here works."""
         return self._run_whole is not None
 
-    def fits(self, arrays: list[Any]) -> bool:
-        """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtype."""
-        return bool(native.have_forms(arrays, self._forms, False, False))
-
-    @abstractmethod
     def run(self, value: list[Array], result: Any, *numbers: int) -> int:
         """Call `native.WholeCall.run` with the arrays in the order of sending."""
+        arrays = self._in_order(value)
+        progress: int = self._run_whole(arrays, arrays if result is value else self._in_order(result), *numbers)
+        return progress
+
+    def _set(self, value: list[Array], result: Any, place: int) -> None:
+        self._arrays.sources = self._flat(self._in_order(value))
+        self._arrays.results, self._arrays.place = self._flat(self._in_order(result)), place
 
     def _flat(self, arrays: Any) -> list[Array]:
         return [one.reshape(-1) for one in arrays] if isinstance(arrays, (list, tuple)) else [arrays.reshape(-1)]
@@ -238,15 +244,6 @@ class Lists(_TwoShots):
 @final
 class ListInPlace(Lists):
     """Reduces lists in place."""
-
-    def run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
-        arrays = self._in_order(value)
-        progress: int = self._run_whole(arrays, arrays, *numbers)
-        return progress
-
-    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
-        self._arrays.sources = self._arrays.results = self._flat(self._in_order(value))
-        self._arrays.place = place
 
 
 @final
@@ -273,35 +270,23 @@ class NewList(Lists):
         self._arrays.place = place
 
 
-class _ListIntoOuts(Lists, ABC):
-    """Reduces lists into other arrays. No value is a view, perhaps of a result, which is written early."""
-
-    def fits(self, arrays: list[Any]) -> bool:
-        return bool(native.have_forms(arrays, self._forms, True, False))
-
-    def run(self, value: list[Array], result: list[Array], *numbers: int) -> int:
-        progress: int = self._run_whole(self._in_order(value), self._in_order(result), *numbers)
-        return progress
-
-
 @final
-class ListIntoOthers(_ListIntoOuts):
+class ListIntoOthers(Lists):
     """Reduces lists into other private arrays."""
+
+    _needs_own_data = True  # a view may be one of a result, which is written early
 
     def can_write(self, values: list[Array], outs: list[Any]) -> bool:
         """Whether outs take the results of values that fit, and each of all these arrays has memory of its own."""
         are_apart = len({*map(id, values), *map(id, outs)}) == 2 * len(values)
         return are_apart and bool(native.have_forms(outs, self._forms, True, True))
 
-    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
-        self._arrays.sources, self._arrays.results = (self._flat(self._in_order(its)) for its in (value, result))
-        self._arrays.place = place
-
 
 @final
-class ListPerNode(_ListIntoOuts):
+class ListPerNode(Lists):
     """Reduces lists into per-node arrays, the results of all ranks of the node."""
 
+    _needs_own_data = True  # as in `ListIntoOthers`
     _shared = ((),)  # one place, whose arrays `_set` gives
 
     def _set(self, value: list[Array], result: list[Array], place: int) -> None:
@@ -315,7 +300,7 @@ class SymmetricInPlace(RepeatedReduction):
 
     def __init__(self, fused: FusedList, reducer: FusedReducer, in_place: InPlace) -> None:
         self._reducer, self._in_place = reducer, in_place
-        self._sums, self._link_bytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
+        self._sums, self._nbytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
 
     def begin(self, value: Any, result: Any, place: int) -> Any:
         return None
@@ -324,13 +309,35 @@ class SymmetricInPlace(RepeatedReduction):
         with np.errstate(all="ignore"):  # an overflow is a result: see `transport.float_errors`
             complete(self._in_place.steps(has_passed_barrier=True), self._reducer.check_peers)
 
-    def close(self, result: Any, is_new: bool) -> Any:
-        self._sums[0] += 1  # as `FusedReducer.count` adds
-        self._sums[1] += self._link_bytes
-        return result
 
+@final
+class ListsOfDtypes(RepeatedReduction):
+    """Reduces lists of contiguous private arrays of several dtypes, as their execution does.
 
-def _whole_call(fused: FusedList, reducer: FusedReducer, two_shot: TwoShot | None, flight: Array | None) -> Any:
-    if flight is None:
-        return None
-    return reducer.whole_call(fused.reduction, fused.wire, fused.divide_by, two_shot, flight)
+    `call`: a call of such a list, into new arrays or in place, that is done.
+    """
+
+    def __init__(self, execution: Execution, call: ReductionCall) -> None:
+        self._execution = execution
+        self._forms = [(spec.shape, spec.dtype) for spec in call.plan.specs]
+        self._call = ReductionCall(call.name, call.op, call.options, (), call.structure)
+        self._call.checked_outs = call.checked_outs
+
+    def lend(self) -> tuple[list[Array], int]:
+        return [], 0  # `finish` makes the arrays
+
+    def begin(self, value: list[Array], result: list[Array], place: int) -> ReductionCall:
+        call = self._call
+        call.operands, call.outs = NO_OPERANDS.with_arrays(value), result or None
+        self._execution.begin(call)
+        return call
+
+    def finish(self, begun: ReductionCall, result: list[Array]) -> None:
+        result[:] = self._execution.finish(begun, has_same_places=True)
+        self.forget()
+
+    def close(self, result: list[Array], is_new: bool) -> list[Array]:
+        return result  # which the execution has counted
+
+    def forget(self) -> None:
+        self._call.operands, self._call.outs, self._call.state = NO_OPERANDS, None, None

@@ -12,7 +12,6 @@ from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import RepeatedReduction
 from mpidist.transport.agreement.comparison_rounds import CarriedNumbers
-from mpidist.transport.native.loading import native
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.one_shot import OneShot
 
@@ -48,14 +47,11 @@ class SmallLists(RepeatedReduction):
         is_wanted: bool = True,
     ) -> None:
         self._lists, self._one_shots, self._sums, self._nbytes = lists, one_shots, sums, nbytes
+        self._num_lists = len(lists)
         self._results = [(made, made.recycled.is_kept and not made.are_joined) for made in results if is_wanted]
         self._forms = [(spec.shape, spec.dtype) for spec in specs]
         each = enumerate(zip(specs, dtypes, strict=True))
         self._empty = [(at, spec.shape, dtype) for at, (spec, dtype) in each if is_wanted and not spec.num_elements]
-
-    def fits(self, arrays: list[Any]) -> bool:
-        """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtypes."""
-        return bool(native.have_forms(arrays, self._forms, False, False))
 
     def lend(self) -> tuple[list[Any], int]:
         results: list[Any] = [None] * len(self._forms)
@@ -82,11 +78,6 @@ class SmallLists(RepeatedReduction):
                     total = (total / fused.divide_by).astype(fused.result_dtype, copy=False)
             if into is None:
                 made.copy(total, result)
-
-    def close(self, result: list[Any], is_new: bool) -> list[Any]:
-        self._sums[0] += len(self._lists)
-        self._sums[1] += self._nbytes
-        return result
 
     @staticmethod
     def starts_of(lists: Sequence[FusedList], alignment: int) -> tuple[list[int], int]:

@@ -146,7 +146,7 @@ class FusedReducer:
         return self._groups if has_any_order and count * dtype.itemsize >= LEAST_BYTES_OF_GROUPS else ()
 
     def whole_call(
-        self, reduction: Reduction, dtype: np.dtype[Any], divide_by: int, two_shot: TwoShot | None, flight: Array
+        self, reduction: Reduction, dtype: np.dtype[Any], divide_by: int, two_shot: TwoShot | None, flight: Array | None
     ) -> Any:
         """Make what carries calls of private arrays out in compiled code; `None` if there is none. Local.
 
@@ -155,10 +155,11 @@ class FusedReducer:
             dtype: The dtype of the arrays.
             divide_by: The divisor of the result.
             two_shot: The all-reduce of the arrays; `None` for a one-shot all-reduce of one array.
-            flight: The memory of this rank's flight recorder.
+            flight: The memory of this rank's flight recorder; `None` if no whole call is compiled.
         """
         compiled = None if two_shot is None else two_shot.compiled
-        if not reduction.is_compiled(dtype) or (two_shot is not None and compiled is None) or self.slots.size == 1:
+        is_possible = flight is not None and self.slots.size > 1 and (two_shot is None or compiled is not None)
+        if not is_possible or not reduction.is_compiled(dtype):
             return None
         where = self.slots.slot_bytes, self.slots.num_slots
         divisor = divide_by * reduction.divisor
