@@ -190,8 +190,8 @@ class _CachedCall(NamedTuple):
     """A call without its arrays, and what carries such calls out.
 
     Attributes:
-        execution: Carries out the calls of the plan, also where arguments of some ranks lie in shared memory.
-        reduction: Carries out the calls where arguments of all ranks are private.
+        execution: Carries out the calls of the plan, wherever arguments of other ranks lie.
+        reduction: Carries out the calls where arguments of all ranks lie as in the call that was cached.
     """
 
     call: ReductionCall
@@ -200,22 +200,12 @@ class _CachedCall(NamedTuple):
 
 
 # What carries a call out, and its `CallRecord.variant`. A tuple without names, as it is made in each call.
-KnownCall: TypeAlias = tuple[_CachedCall, RepeatedReduction, int]
-
-
-@final
-class _SymmetricCall(NamedTuple):
-    """A call that reduces a symmetric array in place, where the arguments of all ranks lie in the same places."""
-
-    key: CallKey
-    array: weakref.ref[Array]
-    reduction: RepeatedReduction
-    variant: int
+KnownCall: TypeAlias = tuple[_CachedCall, int]
 
 
 @final
 class _ListCall(NamedTuple):
-    """A call that reduces the leaves of a nest.
+    """A call that reduces the leaves of a nest, or a symmetric array in place.
 
     Attributes:
         holds_for: Returns whether nothing has to be checked of a list of the same length.
@@ -239,7 +229,6 @@ class RepeatedCalls:
         self._group, self._sum_memory = group, sum_memory
         # Of one array, where the strategy has allocated no shared memory. `None`: they have to be checked each time.
         self._cached: dict[CallKey, KnownCall | None] = {}
-        self._symmetric: dict[int, _SymmetricCall] = {}  # by the id of the array, until the array is gone
         self._lists: dict[Any, list[_ListCall]] = {}  # by `_place_of_list`, the newest first
         self._cached_for: Levels | None = None
 
@@ -285,7 +274,7 @@ class RepeatedCalls:
         whether there was an earlier one.
         """
         known, group = self.find(key, value, out), self._group
-        if known is None or known[1].run is None or group.agreement.step_exit is not None:
+        if known is None or known[0].reduction.run is None or group.agreement.step_exit is not None:
             return None, known is not None
         if type(value) is list:  # the caller may change its own before the calls before this one are done
             value, out = list(value), None if out is None else list(out)
@@ -297,10 +286,10 @@ class RepeatedCalls:
             try:
                 result = yield from self._steps(known, value, out, pending)
             except GeneratorExit:  # a reset or the end has abandoned the call
-                known[1].forget()
+                known[0].reduction.forget()
                 raise
             except BaseException as error:
-                self._break_off(known[1], error)
+                self._break_off(known[0], error)
                 raise
             result = result if likes is None else _restore(result, likes)
             return result if type(result) is list else [result]
@@ -318,29 +307,27 @@ class RepeatedCalls:
             for known in self._lists.get(_place_of_list(key, value if out is None else out), ()):
                 if known.holds_for(value) and (known.outs_hold is None or known.outs_hold(value, out)):
                     has_windows = self._group.shared.num_windows > 0
-                    return known.cached, known.cached.reduction, known.variants[has_windows]
+                    return known.cached, known.variants[has_windows]
             return None
         alike = self._cached.get(key)
         if alike is None:
             return None
-        cached, reduction, _ = alike
-        of_array = cached.execution.variant_of(value, out)
-        if of_array is not None:
-            return cached, reduction, of_array
-        symmetric = self._symmetric.get(id(value))
-        if symmetric is None or out is not value or symmetric.array() is not value or symmetric.key != key:
-            return None
-        return cached, symmetric.reduction, symmetric.variant
+        variant = alike[0].execution.variant_of(value, out)
+        if variant is not None:
+            return alike[0], variant
+        symmetric = self._lists.get((key, id(value))) if out is value else None
+        return (symmetric[0].cached, symmetric[0].variants[True]) if symmetric else None
 
     def make(self, timeout: float | None, known: KnownCall, value: Any, out: Any) -> Any:
         """Make a call: in compiled code, as far as there is such code and no rank waits long. Collective."""
-        (cached, reduction, _), group, agreement = known, self._group, self._group.agreement
+        (cached, variant), group, agreement = known, self._group, self._group.agreement
+        reduction = cached.reduction
         cached.call.timeout_seconds = timeout
         group.enter(cached.call.name)
         if group.calls.queue or group.calls.launched:
             group.calls.finish()
         try:
-            call, progress, begun, result = self._begin(*known, value, out)
+            call, progress, begun, result = self._begin(cached, variant, value, out)
             if progress == Progress.DONE:
                 return reduction.close(result, out is None)
             if progress == Progress.AGREED or agreement.conclude(call):
@@ -352,19 +339,20 @@ class RepeatedCalls:
             agreement.end()
             return result
         except BaseException as error:
-            self._break_off(reduction, error)
+            self._break_off(cached, error)
             raise
 
-    def _break_off(self, reduction: RepeatedReduction, error: BaseException) -> None:
+    def _break_off(self, cached: _CachedCall, error: BaseException) -> None:
         self._clear()
-        reduction.forget()
+        cached.reduction.forget()
         self._group.break_off(error)
 
     def _steps(self, known: KnownCall, value: Any, out: Any, pending: Pending) -> Steps:
         """Reduce as `make` does, in the steps of a started call."""
-        (cached, reduction, _), agreement = known, self._group.agreement
+        (cached, variant), agreement = known, self._group.agreement
+        reduction = cached.reduction
         pending.sequence = agreement.sequence + 1
-        call, progress, begun, result = self._begin(*known, value, out)
+        call, progress, begun, result = self._begin(cached, variant, value, out)
         if progress == Progress.DONE:
             return reduction.close(result, out is None)
         if progress == Progress.AGREED or (yield from pending.conclude(agreement, call)):
@@ -377,11 +365,9 @@ class RepeatedCalls:
         agreement.end()
         return result
 
-    def _begin(
-        self, cached: _CachedCall, reduction: RepeatedReduction, variant: int, value: Any, out: Any
-    ) -> tuple[ReductionCall, int, Any, Any]:
+    def _begin(self, cached: _CachedCall, variant: int, value: Any, out: Any) -> tuple[ReductionCall, int, Any, Any]:
         """Join a call. Returns it, how far it came, the argument of `RepeatedReduction.finish`, and the result."""
-        call, agreement = cached.call, self._group.agreement
+        call, reduction, agreement = cached.call, cached.reduction, self._group.agreement
         call.variant, progress, begun = variant, Progress.NOT_JOINED, None
         try:
             result, place = reduction.lend() if out is None else (out, 0)
@@ -418,12 +404,11 @@ class RepeatedCalls:
             if len(self._cached) >= _MAX_CALLS:
                 self._cached.clear()
             self._cached[key] = self._cached_call(call)
-        if self._cached[key] is not None and call.outs is not None:
-            self._add_symmetric(key, call)
+        if self._cached[key] is not None and isinstance(execution := call.plan.execution, FusedExecution):
+            self._add_in_place(key, call, execution)
 
     def _clear(self) -> None:
         self._cached.clear()
-        self._symmetric.clear()
         self._lists.clear()
 
     def _add_list(self, key: CallKey, call: ReductionCall) -> None:
@@ -437,14 +422,9 @@ class RepeatedCalls:
             return
         # Views of per-node arrays may be in none of these places.
         is_per_node = checked is not None and checked.places is not None and all(its.per_node for its in checked.places)
-        if len(self._lists) >= _MAX_ARRAYS:
-            self._lists.clear()
         outs = arrays if call.outs is None else list(call.outs)
         if checked is not None and not (checked.are_private or is_per_node):
-            in_place = execution.of_symmetric(call)
-            if in_place is not None:
-                cached = _CachedCall(call.like(), execution, in_place)
-                self._know(key, outs, cached, checked.are_unchanged, None, call.variant, outs)
+            self._add_in_place(key, call, execution)
             return
         reduction = execution.of_list(call, self._group.agreement.flight)
         if reduction is None or not reduction.fits(arrays):
@@ -472,6 +452,8 @@ class RepeatedCalls:
         kept: Sequence[Any] = (),
     ) -> None:
         """Cache a list until one of the arrays `kept` is gone: nothing here refers to memory that goes with them."""
+        if len(self._lists) >= _MAX_ARRAYS:
+            self._lists.clear()
         known, place = self._lists, _place_of_list(key, outs)
         references = [weakref.ref(its, lambda _: known.pop(place, None)) for its in kept]
         variants = cached.execution.private_variants if variant is None else (variant, variant)
@@ -486,20 +468,14 @@ class RepeatedCalls:
         reduction = execution.of_one_array(self._group.agreement.flight)
         if reduction is None:
             return None
-        return _CachedCall(call.like(), execution, reduction), reduction, NOWHERE.digest
+        return _CachedCall(call.like(), execution, reduction), NOWHERE.digest
 
-    def _add_symmetric(self, key: CallKey, call: ReductionCall) -> None:
-        """Add a call of an array that lies in shared memory. Local."""
-        execution, array = call.plan.execution, call.operands.arrays[0]
-        reduction = execution.of_symmetric(call) if isinstance(execution, FusedExecution) else None
-        if reduction is None:
-            return
-        if len(self._symmetric) >= _MAX_ARRAYS:
-            self._symmetric.clear()
-        # The array's memory goes with the array, so this does not keep what refers to the memory.
-        known, place = self._symmetric, id(array)
-        reference = weakref.ref(array, lambda _: known.pop(place, None))
-        known[place] = _SymmetricCall(key, reference, reduction, call.variant)
+    def _add_in_place(self, key: CallKey, call: ReductionCall, execution: FusedExecution) -> None:
+        """Add a call that has reduced symmetric arrays in place, if it has. Local."""
+        reduction = execution.of_symmetric(call)
+        if reduction is not None and call.outs is not None and call.checked_outs is not None:
+            cached, outs = _CachedCall(call.like(), execution, reduction), list(call.outs)
+            self._know(key, outs, cached, call.checked_outs.are_unchanged, variant=call.variant, kept=outs)
 
 
 def _place_of_list(key: CallKey, arrays: list[Any]) -> Any:
