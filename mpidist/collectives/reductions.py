@@ -16,8 +16,7 @@ from mpidist.collectives.arguments.signature import name_call, specs_text
 from mpidist.collectives.device_calls import DeviceCalls
 from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, result_dtypes
 from mpidist.collectives.plans.call import Execution, Plan, ReductionCall
-from mpidist.collectives.plans.carried_execution import CarriedExecution
-from mpidist.collectives.plans.fused_execution import FusedExecution
+from mpidist.collectives.plans.fused_execution import CarriedExecution, FusedExecution
 from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, require_like_operands
 from mpidist.collectives.plans.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plans.plan import make_fused_lists, make_messages

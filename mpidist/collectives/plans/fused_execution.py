@@ -1,11 +1,14 @@
-"""Reductions of fused arrays through shared memory: staged, added and copied out, or added in place."""
+"""Reductions of fused arrays: through shared memory, or some numbers of several nodes by the comparison of the call.
+
+In shared memory they are staged, added and copied out, or added in place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
 from operator import is_
-from typing import Any, final
+from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,6 +20,7 @@ from mpidist.collectives.plans.fused_results import FusedResults
 from mpidist.collectives.plans.places import NOWHERE, PRIVATE, KnownPlaces, Places
 from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import (
+    SYMMETRIC_BYTES,
     LargeArray,
     ListInPlace,
     ListIntoOthers,
@@ -26,12 +30,14 @@ from mpidist.collectives.plans.repeated_reductions import (
     NewList,
     RepeatedReduction,
     SmallArray,
+    SmallLists,
     SymmetricInPlace,
 )
-from mpidist.collectives.plans.small_lists import SYMMETRIC_BYTES, SmallLists
+from mpidist.transport.agreement.comparison_rounds import CarriedNumbers, CarryingRounds, carried_bytes
+from mpidist.transport.communicator import Traffic
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.host_memory.result_memory import LentArrays
+from mpidist.transport.host_memory.result_memory import LentArrays, ResultMemory
 from mpidist.transport.node_memory.symmetric import Place
 from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
@@ -39,7 +45,10 @@ from mpidist.transport.shared_memory.in_place import InPlace
 from mpidist.transport.shared_memory.two_shot import TwoShot
 from mpidist.transport.waiting import complete
 
-__all__ = ["FusedExecution"]
+__all__ = ["CarriedExecution", "FusedExecution"]
+
+_ALIGNMENT: Final = 16  # of lists in a round of comparison: for numbers of all dtypes
+_MOST_ARRAYS_AHEAD: Final = 4  # of a call that joins ahead: each is compared with the outs of all calls under way
 
 _Transfers = list[tuple[TwoShot | InPlace, bool]]  # [lists], each with `has_passed_barrier`
 
@@ -348,6 +357,45 @@ class FusedExecution(Execution):
     def _two_shot(self, fused: FusedList, arrays: FusedArrays) -> TwoShot:
         self._reducer.count(fused.nbytes)
         return self._reducer.two_shot(arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
+
+
+@final
+class CarriedExecution(Execution):
+    """Reduces lists of a few numbers, which the rounds of comparison carry to all ranks."""
+
+    def __init__(
+        self,
+        rounds: CarryingRounds,
+        lists: Sequence[FusedList],
+        specs: Sequence[Spec],
+        results: Sequence[np.dtype[Any]],
+        memory: ResultMemory,
+        traffic: Traffic,
+    ) -> None:
+        self.can_join_ahead = len(specs) <= _MOST_ARRAYS_AHEAD
+        made = [FusedResults(fused, specs, memory, None) for fused in lists]
+        starts = SmallLists.starts_of(lists, _ALIGNMENT)[0]
+        carried = [CarriedNumbers(rounds, its.count, its.wire, at) for its, at in zip(lists, starts, strict=True)]
+        nbytes = sum(fused.nbytes for fused in lists) * (rounds.received.shape[1] - 1)
+        self._small = SmallLists(lists, made, carried, specs, results, traffic.sums_of("compare"), nbytes)
+
+    @staticmethod
+    def can_carry(lists: Sequence[FusedList], ranks: int) -> bool:
+        """Whether a round of comparison of so many ranks carries these lists."""
+        return SmallLists.starts_of(lists, _ALIGNMENT)[1] <= carried_bytes(ranks)
+
+    def begin(self, call: ReductionCall) -> None:
+        call.state = self._small.begin(call.operands.arrays, None, 0)
+
+    def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
+        results, _ = self._small.lend()
+        self._small.finish(call.state, results)
+        self._small.close(results, is_new=True)
+        return results
+
+    def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
+        yield from ()
+        return self.finish(call, has_same_places)
 
 
 def _by_rank(places: Sequence[Place], fused: FusedList) -> list[list[Any]]:

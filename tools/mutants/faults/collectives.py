@@ -17,13 +17,13 @@ FAULTS = [
         "ranks that are no destination get a result",
     ),
     Fault(
-        "plans/small_lists.py",
+        "plans/repeated_reductions.py",
         "starts.append(-(-end // alignment) * alignment)",
         "starts.append(0)",
         "small lists of two dtypes overwrite each other",
     ),
     Fault(
-        "plans/small_lists.py",
+        "plans/repeated_reductions.py",
         "total, fused.divide_by if keeps else 1)",
         "total, 1)",
         "means of small arrays are sums",
