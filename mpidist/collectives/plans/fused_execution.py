@@ -39,10 +39,9 @@ from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.host_memory.result_memory import LentArrays, ResultMemory
 from mpidist.transport.node_memory.symmetric import Place
-from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.fused_reducer import FusedReducer
 from mpidist.transport.shared_memory.in_place import InPlace
-from mpidist.transport.shared_memory.two_shot import TwoShot
+from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.waiting import complete
 
 __all__ = ["CarriedExecution", "FusedExecution"]

@@ -17,12 +17,11 @@ from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.staging_slots import Slots
 from mpidist.transport.node_memory.symmetric import Run
 from mpidist.transport.reduction import Reduction, is_low_precision
-from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.in_place import InPlace
 from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.one_shot import OneShot
 from mpidist.transport.shared_memory.schedule import Schedule, fused_schedule
-from mpidist.transport.shared_memory.two_shot import TwoShot
+from mpidist.transport.shared_memory.two_shot import FusedArrays, TwoShot
 from mpidist.transport.waiting import complete
 
 __all__ = ["InterNode", "FusedReducer"]

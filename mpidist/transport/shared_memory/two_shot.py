@@ -22,6 +22,7 @@ out. Up to 16 MiB, compiled code then copies in to where the results will lie, n
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
@@ -33,13 +34,37 @@ from mpidist.transport.communicator import Array
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.staging_slots import BLOCK_BYTES, Slots
 from mpidist.transport.reduction import Reduction
-from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.shared_memory.inter_node import ShardAllReduce, ShardExchange
 from mpidist.transport.shared_memory.schedule import Chunk, Schedule, chunk_bounds, pieces_of
 
-__all__ = ["GROUPS_DEPTH", "TwoShot"]
+__all__ = ["GROUPS_DEPTH", "FusedArrays", "TwoShot"]
 
 GROUPS_DEPTH: Final = 2  # chunks between groups at once: in one the groups' sums are added, in one copied
+
+
+@final
+@dataclass
+class FusedArrays:
+    """The arrays of one all-reduce, flat and contiguous; the small pieces of a fine schedule may have any layout.
+
+    Attributes:
+        dtype: The dtype in which numbers are sent.
+        sources: [pieces], this rank's contribution.
+        results: [pieces], the arrays that take the results, of dtype `result_dtype`; may be the sources.
+        peers: [ranks][pieces], the contributions of all ranks of the node, if all lie in shared memory.
+        shared: [places][pieces], the arrays in shared memory to which the rank that adds writes the results: those of
+            each rank of the node, or the node's one array.
+        result_dtype: The dtype of the results; `None` if it is `dtype`.
+        place: Where the results lie in this rank's part of the shared memory of results, in bytes; 0 in other memory.
+    """
+
+    dtype: np.dtype[Any]
+    sources: Sequence[Array]
+    results: Sequence[Array] = ()
+    peers: Sequence[Sequence[Array]] | None = None
+    shared: Sequence[Sequence[Array]] | None = None
+    result_dtype: np.dtype[Any] | None = None
+    place: int = 0
 
 
 @final

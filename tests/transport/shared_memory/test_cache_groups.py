@@ -15,7 +15,6 @@ from mpidist.context_stack import parts_of
 from mpidist.transport.node_memory.caches import shared_cache
 from mpidist.transport.reduction import UFUNCS, Reduction
 from mpidist.transport.shared_memory import fused_reducer, two_shot
-from mpidist.transport.shared_memory.fused_arrays import FusedArrays
 from mpidist.transport.waiting import complete
 
 pytestmark = pytest.mark.core
@@ -76,7 +75,7 @@ def test_cache_groups_are_entered_once_each_way(comm, groups, monkeypatch, compi
         reducer = parts_of(strategy).group.levels.fused
         for count in (1, 100, 5000):
             buffer = np.full(count, comm.rank, np.float32)
-            transfer = reducer.two_shot(FusedArrays(buffer.dtype, [buffer], [buffer]), Reduction())
+            transfer = reducer.two_shot(two_shot.FusedArrays(buffer.dtype, [buffer], [buffer]), Reduction())
             reducer.run(transfer)
             entered = comm.allgather(transfer.entered + (transfer.compiled.entered if transfer.compiled else 0))
             assert [sum(entered[rank] for rank in group) for group in groups] == [buffer.nbytes] * 2
