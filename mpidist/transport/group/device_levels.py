@@ -27,7 +27,6 @@ from mpidist.transport.group.levels import Levels
 from mpidist.transport.mpi.communicator import MpiCommunicator
 from mpidist.transport.nccl import handles as nccl_handles
 from mpidist.transport.nccl.availability import GpuFacts, reason_against_nccl
-from mpidist.transport.nccl.bindings import error_text
 from mpidist.transport.nccl.communicator import NcclCommunicator
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.nccl.launch_queue import DeviceQueue
@@ -295,7 +294,7 @@ class DeviceLevels:
         try:
             return "", bytes(cuda.nccl().get_unique_id())
         except Exception as error:  # whatever it is, the other ranks must learn of it
-            return error_text(error), b""
+            return nccl_handles.error_text(error), b""
 
     def _wait_for_all(self, failure: str, work: Background[Any] | None) -> None:
         """Wait until the work of all ranks is over, or that of one has failed: nobody stays in NCCL's. Collective."""

@@ -10,6 +10,7 @@ NCCL wants all communicators of a device aborted together, in one group; one aft
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -21,7 +22,6 @@ from typing import Any, Final, final
 from mpidist.errors import DeadlineExceededError, PeerFailedError, UnavailableError
 from mpidist.transport import arrays, cuda
 from mpidist.transport.gpu.background import Background
-from mpidist.transport.nccl.bindings import error_text
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free
 
@@ -30,6 +30,7 @@ __all__ = [
     "Handle",
     "abort_all",
     "destroy",
+    "error_text",
     "group_of_calls",
     "num_open",
     "start_init",
@@ -42,6 +43,7 @@ logger = logging.getLogger("mpidist.transport")
 START_SECONDS: Final = 120.0  # what NCCL may take to start: some seconds on thousands of GPUs
 LIMIT_SECONDS: Final = 10.0  # what an abort or a destruction may take
 _REMOTE: Final = (2, 6)  # NCCL's statuses: a call of the system failed; another process or the network did
+_LIBRARY: Final = "libnccl.so.2"
 _PROMPT_SECONDS: Final = 0.2  # what the caller of `abort_all` waits: it has an error to raise
 
 
@@ -208,6 +210,25 @@ def start_init(size: int, unique_id: bytes | None, devices: Mapping[int, int]) -
 
     late = "it came too late, or not all ranks could make it"
     return Background("mpidist NCCL", make, lambda handles: abort_all(late, handles))
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an error of CuPy's binding, in one line, with NCCL's last warning in this process."""
+    is_unknown = isinstance(error, KeyError)  # CuPy has no word for NCCL's newer statuses: 7 in progress, 8 timeout
+    text, warning = f"NCCL's status {error}" if is_unknown else first_line(error), _last_warning()
+    return f"{text}; NCCL's last warning here: {warning}" if warning else text
+
+
+def _last_warning() -> str:
+    """Return the text that NCCL keeps of its last warning, also without NCCL_DEBUG; nothing if there was none."""
+    try:
+        library = ctypes.CDLL(_LIBRARY, os.RTLD_NOW | os.RTLD_NOLOAD)  # CuPy's, and never a second one
+        get_last_error = library.ncclGetLastError
+    except (OSError, AttributeError):  # under another name, or of another maker
+        return ""
+    get_last_error.argtypes, get_last_error.restype = [ctypes.c_void_p], ctypes.c_char_p
+    kept: bytes = get_last_error(None) or b""  # one text for all communicators
+    return " ".join(kept.decode(errors="replace").split()).rstrip(".")
 
 
 @atexit.register
