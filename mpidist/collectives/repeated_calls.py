@@ -30,7 +30,7 @@ from mpidist.transport.array_libraries.libraries import known_library_of, librar
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.host_memory.result_memory import SumMemory
 from mpidist.transport.native.loading import native
 from mpidist.values import Contributions, PerReplica
 

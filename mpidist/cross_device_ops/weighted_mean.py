@@ -26,8 +26,7 @@ from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.host_memory.result_memory import ResultMemory
-from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.host_memory.result_memory import ResultMemory, SumMemory
 from mpidist.transport.reduction import accumulator_dtype
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.text import value_text

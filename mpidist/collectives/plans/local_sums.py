@@ -15,7 +15,7 @@ from mpidist.options import CommunicationImplementation, CommunicationOptions, C
 from mpidist.replicas import Replicas
 from mpidist.transport import arrays
 from mpidist.transport.devices import on_device, wait_for_devices
-from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.host_memory.result_memory import SumMemory
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.tree import Fold
 

@@ -15,7 +15,7 @@ from mpidist.transport import arrays
 from mpidist.transport.group.row_reduction import all_reduce_rows
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.host_memory.sum_memory import SumMemory
+from mpidist.transport.host_memory.result_memory import SumMemory
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.tree import ReplicaTree
 

@@ -15,18 +15,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache, partial
-from itertools import count
+from itertools import accumulate, count
 from math import prod
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
 from mpidist.transport import arrays
-from mpidist.transport.host_memory.sum_memory import SumMemory
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.result_block import ResultBlock
 
-__all__ = ["LentArrays", "RecycledResults", "ResultMemory", "most_result_bytes", "node_bytes"]
+__all__ = ["LentArrays", "RecycledResults", "ResultMemory", "SumMemory", "most_result_bytes", "node_bytes"]
 
 _LEAST_LIST_BYTES: Final = 128 << 10  # what a program lets go in fewer bytes, the C library keeps by itself
 _LEAST_ARRAY_BYTES: Final = 16 << 10  # a program may keep a small result of each step, such as a loss
@@ -109,6 +108,42 @@ _UNUSED: Final = _Blocks.references()
 def _is_used(blocks: weakref.ref[_Blocks]) -> bool:
     kept = blocks()
     return kept is None or kept.is_used  # of blocks that are not kept, the program has an array
+
+
+@final
+class SumMemory:
+    """Host memory for the sums of one call at a time. It is kept, as new pages of the system take as long as to add.
+
+    `limit`: the most bytes that are kept, until `clear`.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.clear()
+
+    def clear(self) -> None:
+        """Give the memory back, once no call uses it."""
+        self._kept = np.empty(0, np.uint8)
+        self._forms: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        self._taken: list[Any] = []  # of these forms
+
+    def take(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[Any]:
+        """Return arrays of these shapes and dtypes, uninitialised, until the next call overwrites them.
+
+        The next call of the same shapes and dtypes gets the same objects, so that a reduction in place is a known one.
+        """
+        forms = list(zip(shapes, dtypes, strict=True))
+        if forms != self._forms:
+            sizes = [prod(shape) * dtype.itemsize for shape, dtype in forms]
+            starts = list(accumulate(map(_aligned, sizes), initial=0))
+            if starts[-1] > self._limit:
+                return list(map(np.empty, shapes, dtypes))
+            if self._kept.size < starts[-1]:
+                self._kept = np.empty(starts[-1], np.uint8)
+            places = zip(starts, sizes, forms, strict=False)
+            self._taken = [self._kept[at : at + size].view(dtype).reshape(shape) for at, size, (shape, dtype) in places]
+            self._forms = forms
+        return list(self._taken)
 
 
 @final
