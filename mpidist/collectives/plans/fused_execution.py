@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import cached_property
 from operator import is_
 from typing import Any, Final, final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -87,8 +86,6 @@ class FusedExecution(Execution):
             sums, nbytes = reducer.traffic.sums_of("all_reduce"), sum(reducer.link_bytes(its.nbytes) for its in lists)
             given = lists, self._made, one_shots, specs, results, sums, nbytes, self._wants_results
             self._small = SmallLists(*given)
-        self._outs_by_rank: WeakKeyDictionary[Places, list[list[list[Any]]]] = WeakKeyDictionary()  # of each list
-        self._in_place: WeakKeyDictionary[Places, list[InPlace]] = WeakKeyDictionary()  # of each list
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
         self._idle: list[TwoShot | None] = [None] * len(lists)
         self._repeated_lists: dict[type[Lists], Lists] = {}
@@ -197,8 +194,7 @@ class FusedExecution(Execution):
         is_one_list = len(self._lists) == 1 and self._lists[0].wire == self._lists[0].result_dtype and not self._empty
         if not (is_in_place and is_one_list and self._agreement_is_barrier and self._writes_outs(places)):
             return None
-        transfers = self._in_place.get(places) if self._are_in_place(places) else None
-        return SymmetricInPlace(self._lists[0], self._reducer, transfers[0]) if transfers else None
+        return SymmetricInPlace(self._lists[0], self._reducer, places.in_place[0]) if places.in_place else None
 
     def variant_of(self, array: np.ndarray[Any, Any], out: np.ndarray[Any, Any] | None) -> int | None:
         """Return `CallRecord.variant` of a call of one array (`out` is `None`: new), `None` if `begin` finds it."""
@@ -306,19 +302,13 @@ class FusedExecution(Execution):
         if places.sources is not None and fused.keeps_dtype:
             given.peers = _by_rank(places.sources, fused)
         if into is None:
-            given.shared = self._shared_outs(places)[at]
+            if places.outs_by_rank is None:
+                places.outs_by_rank = [_by_rank(places.outs or (), one) for one in self._lists]
+            given.shared = places.outs_by_rank[at]
         elif self._wants_results:
             is_joined = len(into.arrays) != len(fused.indices)
             given.results = fused.flat_results(self._made[at].split(into.arrays[0]) if is_joined else into.arrays)
         return self._two_shot(fused, given)
-
-    def _shared_outs(self, places: Places) -> list[list[list[Any]]]:
-        """Return the outs of each rank, for each list; those of an earlier call are cached."""
-        outs = self._outs_by_rank.get(places)
-        if outs is None:
-            assert places.outs is not None
-            outs = self._outs_by_rank[places] = [_by_rank(places.outs, one) for one in self._lists]
-        return outs
 
     def _are_in_place(self, places: Places) -> bool:
         """Whether nothing is copied: all ranks that add reach the values and the outs."""
@@ -326,12 +316,11 @@ class FusedExecution(Execution):
         return on_one_node and all(fused.keeps_dtype for fused in self._lists)
 
     def _in_place_transfers(self, places: Places) -> _Transfers:
-        parts = self._in_place.get(places)
-        if parts is None:
-            parts = self._in_place[places] = [self._prepare_in_place(fused, places) for fused in self._lists]
+        if places.in_place is None:
+            places.in_place = [self._prepare_in_place(fused, places) for fused in self._lists]
         for fused in self._lists:
             self._reducer.count(fused.nbytes)
-        return [(part, at > 0 or self._agreement_is_barrier) for at, part in enumerate(parts)]
+        return [(part, at > 0 or self._agreement_is_barrier) for at, part in enumerate(places.in_place)]
 
     def _prepare_in_place(self, fused: FusedList, places: Places) -> InPlace:
         assert places.sources is not None

@@ -20,7 +20,7 @@ _Key = tuple[tuple[int, ...], int, bool]
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Places:
     """Placement of a call's arguments in shared memory of the node.
 
@@ -28,11 +28,15 @@ class Places:
         sources: The places of the values, if all are symmetric arrays, and none is a per-node array; else `None`.
         outs: The places of the outs, if all lie in shared memory; else `None`.
         digest: Equal on all ranks if the places are: `CallRecord.variant`.
+        outs_by_rank: [lists][places], the outs as an execution writes them; `None` before it has.
+        in_place: [lists], what reduces these arguments where they lie; `None` before something has.
     """
 
     sources: list[Place] | None
     outs: list[Place] | None
     digest: int
+    outs_by_rank: list[list[list[Any]]] | None = None
+    in_place: list[Any] | None = None
 
 
 NOWHERE: Final = Places(None, None, 0)  # no shared array exists, or places make no difference
