@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, final
 from mpidist.checkpoint.manager import CheckpointManager, save_or_raise
 from mpidist.context_stack import parts_of
 from mpidist.transport.agreement.stop_notice import StopNotice
-from mpidist.transport.failures import open_groups
+from mpidist.transport.failures import job_abort
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.whole_number import whole_number
 
@@ -88,7 +88,7 @@ class PreemptionCheckpointHandler:
         self._reason = ""
         self._handlers_before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         for number in self._signals:
-            open_groups.release_signal(number)
+            job_abort.release_signal(number)
             before = signal.signal(number, self._take_signal)
             if callable(before) and before is not signal.default_int_handler:
                 self._handlers_before[number] = before

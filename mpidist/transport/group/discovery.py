@@ -18,7 +18,7 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, TopologyError
 from mpidist.transport.costs.cost_file import TuningKey, load_tuned
 from mpidist.transport.costs.cost_model import CostModel
-from mpidist.transport.failures import open_groups
+from mpidist.transport.failures import job_abort, open_groups
 from mpidist.transport.mpi.child_process import (
     INHERITS_FROM_RANK,
     launcher_or_parent,
@@ -81,7 +81,7 @@ def await_ranks(comm: Intracomm | None) -> Intracomm:
         raise TypeError(f"comm must be an intra-communicator of mpi4py, got {ranks!r}")
     settings = Settings.or_default(os.environ)  # `discover` raises the error of an invalid one, on all ranks
     settings.apply_log_level()
-    open_groups.install_job_abort(world, settings)
+    job_abort.install_job_abort(world, settings)
     open_groups.require_unused("a new strategy", ranks_in_world(ranks))
     _wait_for_all(ranks, settings)
     return ranks

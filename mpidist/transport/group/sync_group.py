@@ -18,7 +18,7 @@ from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.costs.cost_model import CostModel
-from mpidist.transport.failures import open_groups
+from mpidist.transport.failures import job_abort, open_groups
 from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.failures.flight_files import GroupFlight
 from mpidist.transport.failures.open_groups import OpenGroup
@@ -428,7 +428,7 @@ class SyncGroup(OpenGroup):
 
     def leave(self, error: BaseException) -> None:
         """See `OpenGroup.leave`. The other ranks shrink the group; MPI_Abort hangs where they can."""
-        open_groups.end_as_lost_rank(error)
+        job_abort.end_as_lost_rank(error)
 
     def watch(self) -> Watchdog | None:
         """See `OpenGroup.watch`."""
