@@ -25,29 +25,22 @@ CARRYLESS static void fold_onto(__m128i *sums, const char *from, Py_ssize_t num_
         for (int at = 0; at < 4; at++) sums[at] = moved_onto(sums[at], _mm_loadu_si128(next++), move);
 }
 
-/* Copies past the caches: what is written is not read soon, and not read before it is written. */
-static void copy_past_caches(char *to, const char *from, Py_ssize_t num_bytes)
-{
-    Py_ssize_t at = -(uintptr_t)to & 15;
-    if (at > num_bytes) at = num_bytes;
-    memcpy(to, from, at);
-    for (; at + 16 <= num_bytes; at += 16) _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((void *)(from + at)));
-    memcpy(to + at, from + at, num_bytes - at);
-}
-
-/* Folds the whole blocks of a message; what [begin, end) holds is copied as long as the core's cache has it. */
+/* Folds the whole blocks of a message; what [begin, end) holds is copied as long as the core's cache has it. The copy is
+ * written past the caches, as it is not read soon. */
 CARRYLESS static void fold(const char *from, Py_ssize_t num_bytes, char *to, Py_ssize_t begin, Py_ssize_t end, char *folded)
 {
     __m128i sums[4];
+    Stream stream = {0};
     for (int at = 0; at < 4; at++) sums[at] = _mm_loadu_si128((const __m128i *)from + at);
     sums[0] = _mm_xor_si128(sums[0], _mm_cvtsi32_si128(-1)); /* the CRC begins with ones */
     for (Py_ssize_t at = 0; at < num_bytes; at += CHUNK_BYTES) {
         const Py_ssize_t chunk_end = num_bytes - at > CHUNK_BYTES ? at + CHUNK_BYTES : num_bytes;
         const Py_ssize_t first = at ? at : BLOCK_BYTES, low = at > begin ? at : begin, high = chunk_end < end ? chunk_end : end;
         fold_onto(sums, from + first, (chunk_end - first) / BLOCK_BYTES * BLOCK_BYTES);
-        if (low < high) copy_past_caches(to + low - begin, from + low, high - low);
+        if (low < high) stream_write(&stream, to + low - begin, from + low, high - low);
     }
-    _mm_sfence();
+    stream_flush(&stream);
+    end_streams();
     for (int at = 1; at < 4; at++) sums[at] = moved_onto(sums[at - 1], sums[at], MOVE_PART);
     _mm_storeu_si128((__m128i *)folded, sums[3]);
 }
