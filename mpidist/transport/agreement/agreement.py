@@ -125,6 +125,8 @@ class Call(CallRecord):
 class Agreement(ABC):
     """The rule that all ranks of a group make the same calls in the same order.
 
+    Methods that are not abstract do what a single rank needs.
+
     Attributes:
         sequence: The number of the call that was joined last.
         end: Records that the call which was joined last is over. Local.
@@ -167,13 +169,13 @@ class Agreement(ABC):
         """Join the comparison of a started call, while calls before it are under way: `arrive` follows. Local."""
         raise NotImplementedError
 
-    @abstractmethod
     def have_all_arrived(self) -> bool:
         """Whether all ranks have joined the round. Local."""
+        return True
 
-    @abstractmethod
     def can_conclude_now(self, record: CallRecord) -> bool:
         """Whether `conclude` returns at once: all ranks have joined and are equal, so nothing is exchanged. Local."""
+        return True
 
     @abstractmethod
     def conclude(self, record: CallRecord) -> bool:
@@ -217,13 +219,13 @@ class Agreement(ABC):
     def require_no_wait(self, call: str) -> None:  # noqa: B027  a single rank waits for none
         """Refuse a call of a function that interrupts this thread's wait in another call. Local."""
 
-    @abstractmethod
     def all_reduce_or(self, flags: int) -> int:
         """Combine all ranks' `flags`, bit by bit. Collective; after `join`."""
+        return flags
 
-    @abstractmethod
     def all_gather_object(self, item: Any) -> list[Any]:
         """Gather every rank's picklable `item` on all ranks, in rank order. Collective; after `join`."""
+        return [item]
 
     @final
     def take_step_exit(self) -> StepExit | None:
@@ -245,12 +247,13 @@ class Agreement(ABC):
         happens if `error` is one that the agreement itself raised on all ranks.
         """
 
-    @abstractmethod
     def has_raised(self, error: BaseException) -> bool:
         """Whether all ranks raise this error, or this rank cannot report the error to them any more. Local."""
+        return False
 
-    @abstractmethod
-    def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
+    def restart_clock(  # noqa: B027  a single rank does not wait
+        self, since: float | None = None, record: CallRecord | None = None
+    ) -> None:
         """Measure the wait in `record`, by default the call joined last, from `since` or from now on. Local."""
 
     def has_notes(self) -> bool:
@@ -261,15 +264,14 @@ class Agreement(ABC):
         """Begin a wait for a message between two calls, called `name`, for `check_peers`; "" ends the wait. Local."""
 
     @property
-    @abstractmethod
     def broken(self) -> Exception | None:
         """Failure that made the group unusable, or `None`."""
+        return None
 
     def abandon(self) -> None:  # noqa: B027  a single rank has no messages
         """Keep the memory of comparisons that are under way, after a call that failed. Local."""
 
-    @abstractmethod
-    def free(self) -> None:
+    def free(self) -> None:  # noqa: B027  a single rank has none
         """Free the communicators of the agreement. Collective."""
 
 
@@ -286,12 +288,6 @@ class SoloAgreement(Agreement):
             self.sequence += 1
             self.recorder.begin(self.sequence, record.name, record.details)
 
-    def have_all_arrived(self) -> bool:
-        return True
-
-    def can_conclude_now(self, record: CallRecord) -> bool:
-        return True
-
     def conclude(self, record: CallRecord) -> bool:
         if record.error is not None:
             raise record.error
@@ -299,29 +295,10 @@ class SoloAgreement(Agreement):
             self.recorder.agree()
         return True
 
-    def all_reduce_or(self, flags: int) -> int:
-        return flags
-
-    def all_gather_object(self, item: Any) -> list[Any]:
-        return [item]
-
     def break_off(self, error: BaseException) -> None:
         if self.recorder is not None:  # no other rank waits
             self.recorder.fail()
 
-    def has_raised(self, error: BaseException) -> bool:
-        return False
-
-    def restart_clock(self, since: float | None = None, record: CallRecord | None = None) -> None:
-        pass
-
-    @property
-    def broken(self) -> Exception | None:
-        return None
-
     def _end(self) -> None:
         if self.recorder is not None:
             self.recorder.end()
-
-    def free(self) -> None:
-        pass
