@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar, final
 
 from mpidist.checkpoint.manager import CheckpointManager, save_or_raise
 from mpidist.context_stack import parts_of
-from mpidist.transport.agreement.stop_notice import StopNotice
+from mpidist.transport.agreement.fingerprint import StopNotice
 from mpidist.transport.failures import job_abort
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.whole_number import whole_number

@@ -13,9 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, NamedTuple, final
 
 from mpidist.transport.agreement.comparison_rounds import CarryingRounds
-from mpidist.transport.agreement.fingerprint import fingerprint_of
-from mpidist.transport.agreement.step_exit import StepExit
-from mpidist.transport.agreement.stop_notice import StopNotice
+from mpidist.transport.agreement.fingerprint import StepExit, StopNotice, fingerprint_of
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FlightRecorder
 from mpidist.transport.stacks import Stack

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple, final
 
 from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import CLOSE, END
+from mpidist.transport.agreement.fingerprint import StepExit
 from mpidist.transport.agreement.slow_ranks import WaitReport
-from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.text import name_ranks
 
 __all__ = [

@@ -13,7 +13,7 @@ import numpy as np
 from mpidist.errors import DeadlineExceededError, PeerFailedError
 from mpidist.transport.agreement.agreement import Agreement, CallRecord, Posted, Progress
 from mpidist.transport.agreement.comparison_rounds import CarryingRounds, MaximumRounds, MpiRounds
-from mpidist.transport.agreement.fingerprint import fingerprint_of
+from mpidist.transport.agreement.fingerprint import StepExit, fingerprint_of
 from mpidist.transport.agreement.mismatch_report import (
     CallReport,
     have_same_kind_of_error,
@@ -23,7 +23,6 @@ from mpidist.transport.agreement.mismatch_report import (
     step_exit_error,
 )
 from mpidist.transport.agreement.slow_ranks import SlowRanks
-from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.failures.call_watchdog import CallWatchdog
 from mpidist.transport.failures.failure_notes import BROKE_OFF
 from mpidist.transport.mpi.library import Intracomm, failed_ranks, last_round, load_mpi, ranks_in_world

@@ -14,9 +14,9 @@ from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
 from mpidist.transport.agreement.agreement import CLOSE, END, Agreement, Call, CallRecord, SoloAgreement
+from mpidist.transport.agreement.fingerprint import StepExit
 from mpidist.transport.agreement.mpi_agreement import MpiAgreement
 from mpidist.transport.agreement.slow_ranks import SlowRanks
-from mpidist.transport.agreement.step_exit import StepExit
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import job_abort, open_groups
 from mpidist.transport.failures.exit_code import ends_normally

@@ -155,7 +155,7 @@ FAULTS = [
         "the report lists what is equal",
     ),
     Fault(
-        "agreement/stop_notice.py",
+        "agreement/fingerprint.py",
         "self.stop_step = max(step for step, _ in gathered) + 1",
         "self.stop_step = min(step for step, _ in gathered) + 1",
         "ranks stop after different steps",
@@ -191,13 +191,13 @@ FAULTS = [
         "a stopped rank counts as able",
     ),
     Fault(
-        "agreement/step_exit.py",
-        "return _BIT * self.num_left % (1 << 62) if self.is_own else 0",
+        "agreement/fingerprint.py",
+        "return _EXIT_BIT * self.num_left % _NOTICE_BIT if self.is_own else 0",
         "return 0",
         "a rank that left a step pairs its next step with this one of other ranks",
     ),
     Fault(
-        "agreement/step_exit.py",
+        "agreement/fingerprint.py",
         "by {kind}{f' ({text})' if text else ''}",
         "by {kind}",
         "the error does not say with which text a step was left",
