@@ -17,9 +17,8 @@ from mpidist.transport.agreement.comparison_rounds import CarriedNumbers
 from mpidist.transport.group.started_calls import Steps
 from mpidist.transport.host_memory.result_memory import LentArrays, RecycledResults
 from mpidist.transport.native.loading import native
-from mpidist.transport.shared_memory.fused_reducer import FusedReducer
+from mpidist.transport.shared_memory.fused_reducer import FusedReducer, OneShot
 from mpidist.transport.shared_memory.in_place import InPlace
-from mpidist.transport.shared_memory.one_shot import OneShot
 from mpidist.transport.shared_memory.two_shot import FusedArrays
 from mpidist.transport.waiting import complete
 

@@ -77,7 +77,7 @@ FAULTS = [
         "a misspelt variable is not told",
     ),
     Fault(
-        "shared_memory/one_shot.py",
+        "shared_memory/fused_reducer.py",
         "parts = self._parts[(slots.barrier.count + 1) % slots.num_slots]",
         "parts = self._parts[0]",
         "a fast rank overwrites what a slow one still reads",
