@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, final
 
-from mpidist.collectives.arguments.destinations import ranks_of
+from mpidist.collectives.arguments.destinations import ranks_of, send_to
 from mpidist.cross_device_ops.cross_device_ops import CrossDeviceOps
 from mpidist.transport import arrays
 from mpidist.transport.group.levels import Levels
@@ -72,7 +72,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 total = _checked(self._accumulation_fn(parts), buffer)
                 buffer[...] = total if reduction.divisor == 1 else total / reduction.divisor
         if adding_rank != root:
-            _send(levels, buffer, adding_rank, root)
+            send_to(levels.world, buffer, adding_rank, [root])
 
 
 def _checked(total: Any, like: Any) -> Any:
@@ -90,15 +90,8 @@ def _parts_of_all(levels: Levels, buffer: Any, root: int) -> list[Any]:
     """Return the arrays of all ranks, in rank order, at the root; none at other ranks. Collective."""
     rank, parts = levels.world.rank, [buffer] * levels.world.size
     for source in range(levels.world.size):
-        if source != root and rank in (source, root):
+        if source != root:
             if rank == root:
                 parts[source] = arrays.empty(buffer.shape, buffer.dtype, arrays.is_device(buffer))
-            _send(levels, parts[source], source, root)
+            send_to(levels.world, parts[source], source, [root])
     return parts if rank == root else []
-
-
-def _send(levels: Levels, buffer: Any, source: int, destination: int) -> None:
-    if levels.world.rank == source:
-        levels.world.send_receive(buffer, destination, buffer[:0], destination)
-    elif levels.world.rank == destination:
-        levels.world.send_receive(buffer[:0], source, buffer, source)
