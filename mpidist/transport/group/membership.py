@@ -33,7 +33,7 @@ from mpidist.transport.settings import Settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
-from mpidist.transport.trace.begin_and_end import Gather, Seat, begin_trace, end_trace
+from mpidist.transport.trace.begin_and_end import Gather, begin_trace, end_trace
 from mpidist.transport.trace.trace import Trace
 from mpidist.transport.waiting import poll_or_keep
 
@@ -209,9 +209,7 @@ class Membership:
 
     def begin_trace(self, folder: Path, gather: Gather, is_of_job: bool = False) -> Trace:
         """Begin to record this rank's calls: `trace.begin_trace`. Collective."""
-        comm = self.comm
-        seat = Seat(self._token, comm.rank, comm.size, self.world_rank)
-        self.trace = begin_trace(comm, folder, seat, self.recorder, gather, is_of_job)
+        self.trace = begin_trace(self.comm, folder, self._token, self.recorder, gather, is_of_job)
         return self.trace
 
     def end_trace(self) -> None:

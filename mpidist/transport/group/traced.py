@@ -14,7 +14,7 @@ from mpidist.transport.agreement.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightRecorder
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.trace.begin_and_end import Seat, begin_trace, end_trace
+from mpidist.transport.trace.begin_and_end import begin_trace, end_trace
 from mpidist.transport.trace.trace import Trace
 
 __all__ = ["traced"]
@@ -69,7 +69,7 @@ def _begin(group: SyncGroup, folder: Path) -> Trace:
         trace = group.membership.begin_trace(folder, gather)
     else:
         recorder = FlightRecorder(np.zeros(FLIGHT_BYTES, np.uint8))
-        trace = begin_trace(None, folder, Seat("alone", 0, 1, 0), recorder, gather)
+        trace = begin_trace(None, folder, "alone", recorder, gather)
     if isinstance(group.agreement, SoloAgreement):
         group.agreement.recorder = trace.recorder
     return trace

@@ -9,43 +9,34 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final
 
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures import open_groups
 from mpidist.transport.failures.flight_recorder import FlightRecorder
-from mpidist.transport.mpi.library import Intracomm, ranks_in_world
+from mpidist.transport.mpi.library import Intracomm, numbers_in_world, ranks_in_world
 from mpidist.transport.shared_errors import mark_shared
 from mpidist.transport.trace.clocks import compare_clocks, name_clock
 from mpidist.transport.trace.trace import Trace, write_all
 
-__all__ = ["Gather", "Seat", "begin_trace", "end_trace"]
+__all__ = ["Gather", "begin_trace", "end_trace"]
 
 Gather = Callable[[Any], list[Any]]
 
 _of_job: Final[list[Path]] = []  # the folder of the trace of the whole job; at most one
 
 
-@final
-class Seat(NamedTuple):
-    """Seat of a rank: in the group, whose name is the same on all its ranks, and in the world."""
-
-    group: str
-    rank: int
-    size: int
-    world_rank: int
-
-
 def begin_trace(
     comm: Intracomm | None,
     folder: Path,
-    seat: Seat,
+    group: str,
     recorder: FlightRecorder,
     gather: Gather,
     is_of_job: bool = False,
 ) -> Trace:
     """Begin to record the calls of a group, in a new folder within a folder. Collective.
 
+    `comm`: the ranks of the group; `None` for a group of one without MPI. `group`: its name, the same on all ranks.
     `gather` all-gathers an object, and may give up where a rank's file system does not answer. `is_of_job`: all groups
     of the job have one folder, and not each trace its own. If a rank cannot write, every rank raises.
     """
@@ -53,13 +44,14 @@ def begin_trace(
     if is_of_job and _of_job:
         name = _of_job[0].name
     name = gather(name)[0]
-    path = folder / name / f"rank-{seat.world_rank}-{seat.group}.jsonl"
+    rank, size, world_rank = (0, 1, 0) if comm is None else (comm.rank, comm.size, numbers_in_world(comm)[comm.rank])
+    path = folder / name / f"rank-{world_rank}-{group}.jsonl"
     trace, problem = None, ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         trace = Trace(path, recorder)
     except OSError as error:
-        problem = f"rank {seat.rank} ({socket.gethostname()}): {error.strerror}"
+        problem = f"rank {rank} ({socket.gethostname()}): {error.strerror}"
     try:
         problems = [one for one in gather(problem) if one]
         if trace is None or problems:
@@ -76,7 +68,8 @@ def begin_trace(
     if is_of_job:
         _of_job[:] = [path.parent.absolute()]  # also after `os.chdir`
     clock = name_clock()
-    header = {"trace": name, **seat._asdict(), "host": socket.gethostname(), "clock": clock}
+    seat = {"group": group, "rank": rank, "size": size, "world_rank": world_rank}
+    header = {"trace": name, **seat, "host": socket.gethostname(), "clock": clock}
     trace.begin(header, compare_clocks(comm, clock))
     return trace
 
