@@ -156,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         "restoring.py",
-        "if not partial:",
+        "if not partial or (leaves and not owners):",
         "if False:",
         "names that lack in the checkpoint are left in silence",
     ),
