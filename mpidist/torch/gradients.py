@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, Final
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ __all__ = ["all_reduce_gradients", "broadcast"]
 
 _HAS_GRADIENT: Final = ".grad is not None"  # no name of a parameter begins with a dot
 _ADVICE: Final = "the parameters must be equal before the first step: call mpidist.torch.broadcast(model)"
-_compared: Final[WeakSet[Any]] = WeakSet()  # modules whose parameters were equal at their first call
 
 
 def all_reduce_gradients(module: Any, op: str = "mean", group: Any = None) -> None:
@@ -61,11 +59,11 @@ def _all_reduce_gradients(module: Any, op: str, ranks: MpiProcessGroup) -> None:
     for (name, parameter), is_there in zip(parameters.items(), has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
             parameter.grad = gradients[name]
-    if module not in _compared:  # equal gradients keep equal parameters equal
+    if module not in ranks.compared:  # equal gradients keep equal parameters equal
         values = {f"checksum of {name}": bytes_of_tensor(one.cpu()) for name, one in parameters.items()}
         sums = {name: f"{checksum(one):08x}" for name, one in values.items()}
         ranks.compare("all_reduce_gradients", advice=_ADVICE, **sums)
-        _compared.add(module)
+        ranks.compared.add(module)
 
 
 def _sparse_weights(module: Any) -> set[int]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial, wraps
 from math import prod
 from typing import Any, Final, TypeVar, final
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -176,6 +177,7 @@ class MpiProcessGroup(ProcessGroup):
         several = self._group.topology.num_nodes > 1
         self.ops = BoundOps(HierarchicalCopyAllReduce() if several else CollectiveAllReduce(), self._group)
         self._copies = ComparedCopies(self._group)
+        self.compared: WeakSet[Any] = WeakSet()  # modules whose parameters the ranks have found equal
         self._nccl: ProcessGroup | None = None
 
     # What torch asks a group.
