@@ -53,7 +53,7 @@ class ThreadGuard:
 
     def __init__(self) -> None:
         self._owner = threading.current_thread()
-        self.ident = threading.get_ident()
+        self.admitted: threading.Thread | None = self._owner  # whose calls need no check; `None` for no thread
         self._may_be_taken_over = True
         self._waiting: threading.Thread | None = None  # in `backward()`, while a thread of autograd makes the calls
         self._is_lent = self._is_in_fork = self._is_at_end = False
@@ -87,7 +87,7 @@ class ThreadGuard:
                 self._waiting = None if is_back else self._waiting or self._owner
             else:
                 self._may_be_taken_over, self._waiting = not self._owner.is_alive(), _in_backward()
-            self._owner, self.ident = threading.current_thread(), threading.get_ident()
+            self._owner = self.admitted = threading.current_thread()
 
     def end(self) -> None:
         """Make the calls in this thread, in which the program ends, and refuse them in all others from now on. Local.
@@ -98,7 +98,7 @@ class ThreadGuard:
         if self.is_of_this_thread():
             return
         with self._change:
-            self._is_at_end, self.ident = True, 0
+            self._is_at_end, self.admitted = True, None
         until, quiet = time.monotonic() + _END_SECONDS, 0 if self._owner.is_alive() else _QUIET_POLLS
         while quiet < _QUIET_POLLS:
             time.sleep(_POLL_SECONDS)
@@ -107,11 +107,12 @@ class ThreadGuard:
                 job_abort.end_job(f"thread {self._owner.name!r} still makes this strategy's calls: {_ADVICE}")
         if self._owner.is_alive() and not isinstance(self._owner, threading._DummyThread):  # which Python did not start
             job_abort.write_line(f"thread {self._owner.name!r} made this strategy's calls, and still runs: {_ADVICE}")
-        self._owner, self.ident, self._waiting = threading.current_thread(), threading.get_ident(), None
+        self._owner = self.admitted = threading.current_thread()
+        self._waiting = None
 
     def disown(self) -> None:
         """Refuse all calls, in a forked process. Local."""
-        self._is_in_fork, self.ident = True, 0  # which no thread has
+        self._is_in_fork, self.admitted = True, None
 
     @contextmanager
     def lend(self, call: str, lender: threading.Thread) -> Iterator[None]:
@@ -122,12 +123,13 @@ class ThreadGuard:
             self._require_free(call, lender)
             if self._owner is not lender:
                 self._may_be_taken_over = not self._owner.is_alive()
-            self._owner, self.ident, self._is_lent = threading.current_thread(), threading.get_ident(), True
+            self._owner = self.admitted = threading.current_thread()
+            self._is_lent = True
         try:
             yield
         finally:
             self._owner, self._is_lent = lender, False
-            self.ident = 0 if self._is_at_end else lender.ident or 0
+            self.admitted = None if self._is_at_end else lender
 
     def _require_free(self, call: str, lender: threading.Thread | None = None) -> None:
         new, level = threading.current_thread(), _level()

@@ -36,15 +36,40 @@ def in_thread(body, name="worker"):
     return ended[0]
 
 
+def in_threads_of_one_number(body):
+    """Run something in threads of their own until one has the number of the one before; return what both do."""
+    pairs = [in_thread(lambda: (threading.get_ident(), body()))]
+    for _ in range(1000):
+        pairs.append(in_thread(lambda: (threading.get_ident(), body())))
+        if pairs[-1][0] == pairs[-2][0]:
+            break
+    (number, before), (again, after) = pairs[-2:]
+    assert number == again
+    return before, after
+
+
 @pytest.mark.no_mpi
 def test_thread_with_the_number_of_one_that_has_ended_makes_no_calls():
-    guard = in_thread(ThreadGuard)
-    for _ in range(1000):  # as a rule, the next thread has the number
-        number, is_taken_for_it = in_thread(lambda: (threading.get_ident(), guard.is_of_this_thread()))
-        if number == guard.ident:
-            break
-    assert number == guard.ident
-    assert not is_taken_for_it
+    guards = []
+
+    def make():
+        guards.append(ThreadGuard())
+        return len(guards) > 1 and guards[-2].is_of_this_thread()
+
+    assert in_threads_of_one_number(make) == (False, False)
+
+
+@one_and_two_nodes
+def test_thread_with_the_number_of_one_that_has_ended_takes_the_calls_over(comm, placement):
+    """An exception in it ends the job, as other ranks may wait for its calls."""
+    with Strategy(comm=comm) as strategy:
+        group = parts_of(strategy).group
+
+        def call():
+            group.enter("reduce")
+            return comm.size == 1 or group.is_of_this_thread()
+
+        assert in_threads_of_one_number(call) == (True, True)
 
 
 @one_and_two_nodes
