@@ -270,7 +270,8 @@ class ClusterCoordinator:
         if num_dropped:
             who = count_text(num_dropped, "scheduled function")
             logger.warning("mpidist: the strategy was closed before join(), so %s will never be called", who)
-        return self._error
+        error = self._error
+        return error if error is None or error.__traceback__ is None else None  # `fetch` has raised it
 
 
 def _role_of(strategy: Any) -> Role:

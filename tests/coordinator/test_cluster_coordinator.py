@@ -440,6 +440,20 @@ def test_error_without_a_join_is_raised_when_the_strategy_is_closed(comm):
     on_workers(comm, work)
 
 
+@pytest.mark.ranks(1, 3)
+def test_error_that_fetch_has_raised_is_not_raised_again_when_the_strategy_is_closed(comm):
+    def work(strategy):
+        coordinator = ClusterCoordinator(strategy)
+        if not strategy.is_chief:
+            coordinator.serve()
+            return
+        with pytest.raises(ZeroDivisionError, match="seen"):
+            coordinator.fetch(coordinator.schedule(fail, args=("seen",)))
+        strategy.close()
+
+    on_workers(comm, work)
+
+
 @pytest.mark.ranks(3)
 def test_functions_without_a_join_that_are_not_called_are_logged(comm, caplog):
     def work(coordinator):
