@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from threading import current_thread
 from types import NoneType
 from typing import Any, Final, TypeGuard, cast, final
 
@@ -120,7 +119,7 @@ class ServiceGroup(OpenGroup):
 
     def enter(self, call: str) -> None:
         """Check that this thread may make a call. Local."""
-        if current_thread() is not self._threads.admitted:
+        if self._threads.here.token is not self._threads.admitted:
             self._threads.take_over(call)
 
     def begin_wait(self, what: str, ranks: Collection[int], timeout: float | None, serving: str | None = None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread, current_thread
+from threading import Thread
 from typing import Any, Final, final
 
 from mpidist.errors import DeadlineExceededError, PeerFailedError, TopologyError, UnavailableError
@@ -182,7 +182,7 @@ class SyncGroup(OpenGroup):
         """
         if self._is_closed or self._is_finalized():
             self.require_open(call)
-        if self._threads is not None and current_thread() is not self._threads.admitted:
+        if self._threads is not None and self._threads.here.token is not self._threads.admitted:
             self._threads.take_over(call)
         if self.agreement.waiting_thread:
             self.agreement.require_no_wait(call)

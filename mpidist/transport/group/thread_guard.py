@@ -41,6 +41,13 @@ def forbid_calls_here(why: str) -> None:
 
 
 @final
+class _Here(threading.local):
+    """What each thread has of a guard. `token`: the one that it got when it was admitted last."""
+
+    token: object = None
+
+
+@final
 class ThreadGuard:
     """Refuses calls of a second thread while the first thread is alive.
 
@@ -53,12 +60,13 @@ class ThreadGuard:
 
     def __init__(self) -> None:
         self._owner = threading.current_thread()
-        self.admitted: threading.Thread | None = self._owner  # whose calls need no check; `None` for no thread
+        self.here = _Here()
         self._may_be_taken_over = True
         self._waiting: threading.Thread | None = None  # in `backward()`, while a thread of autograd makes the calls
         self._is_lent = self._is_in_fork = self._is_at_end = False
         # Of two threads that check at once, both would be let in. A signal handler may make a call meanwhile.
         self._change = threading.RLock()
+        self._admit()
 
     @classmethod
     def of_group(cls) -> ThreadGuard:
@@ -82,12 +90,14 @@ class ThreadGuard:
             if self._waiting is not None and not self._waiting.is_alive():  # its last call was in a hook
                 self._owner, self._waiting = self._waiting, None
             self._require_free(call)
-            if self._is_of_autograd():
+            if self.is_of_this_thread():  # which has lent its calls
+                pass
+            elif self._is_of_autograd():
                 is_back = self._waiting is threading.current_thread()
                 self._waiting = None if is_back else self._waiting or self._owner
             else:
                 self._may_be_taken_over, self._waiting = not self._owner.is_alive(), _in_backward()
-            self._owner = self.admitted = threading.current_thread()
+            self._admit()
 
     def end(self) -> None:
         """Make the calls in this thread, in which the program ends, and refuse them in all others from now on. Local.
@@ -98,7 +108,7 @@ class ThreadGuard:
         if self.is_of_this_thread():
             return
         with self._change:
-            self._is_at_end, self.admitted = True, None
+            self._is_at_end, self.admitted = True, object()
         until, quiet = time.monotonic() + _END_SECONDS, 0 if self._owner.is_alive() else _QUIET_POLLS
         while quiet < _QUIET_POLLS:
             time.sleep(_POLL_SECONDS)
@@ -107,12 +117,12 @@ class ThreadGuard:
                 job_abort.end_job(f"thread {self._owner.name!r} still makes this strategy's calls: {_ADVICE}")
         if self._owner.is_alive() and not isinstance(self._owner, threading._DummyThread):  # which Python did not start
             job_abort.write_line(f"thread {self._owner.name!r} made this strategy's calls, and still runs: {_ADVICE}")
-        self._owner = self.admitted = threading.current_thread()
         self._waiting = None
+        self._admit()
 
     def disown(self) -> None:
         """Refuse all calls, in a forked process. Local."""
-        self._is_in_fork, self.admitted = True, None
+        self._is_in_fork, self.admitted = True, object()
 
     @contextmanager
     def lend(self, call: str, lender: threading.Thread) -> Iterator[None]:
@@ -123,13 +133,16 @@ class ThreadGuard:
             self._require_free(call, lender)
             if self._owner is not lender:
                 self._may_be_taken_over = not self._owner.is_alive()
-            self._owner = self.admitted = threading.current_thread()
             self._is_lent = True
+            self._admit()
         try:
             yield
         finally:
-            self._owner, self._is_lent = lender, False
-            self.admitted = None if self._is_at_end else lender
+            self._owner, self._is_lent, self.admitted = lender, False, object()
+
+    def _admit(self) -> None:
+        self._owner = threading.current_thread()
+        self.here.token = self.admitted = object()
 
     def _require_free(self, call: str, lender: threading.Thread | None = None) -> None:
         new, level = threading.current_thread(), _level()
