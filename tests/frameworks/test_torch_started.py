@@ -152,12 +152,16 @@ def test_started_call_late_rank_is_named_at_the_timeout_after_a_message(comm, tm
 
 
 @pytest.mark.ranks(2)
-def test_started_call_of_another_thread_is_left_to_it(ranks):
+def test_started_call_of_another_thread_is_left_to_it(ranks, comm):
     rank, size = ranks
+    if rank == 1:
+        comm.barrier()  # the call of rank 0 is not over before
     out, work = gather(rank, size)
-    with ThreadPoolExecutor(1) as other:
-        other.submit(work.is_completed).result()
-        with pytest.raises(RuntimeError, match="wait for it in that thread"):
-            other.submit(work.wait).result()
+    if rank == 0:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(work.is_completed).result()
+            with pytest.raises(RuntimeError, match="wait for it in that thread"):
+                other.submit(work.wait).result()
+        comm.barrier()
     assert work.wait()
     assert is_gathered(out, size)
