@@ -333,6 +333,10 @@ class Lists(_TwoShots, ABC):
 class ListInPlace(Lists):
     """Reduces lists in place."""
 
+    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
+        self._arrays.sources = self._arrays.results = self._flat(self._in_order(value))
+        self._arrays.place = place
+
 
 @final
 class NewList(Lists):
