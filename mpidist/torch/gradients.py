@@ -47,6 +47,9 @@ def _all_reduce_gradients(module: Any, op: str, ranks: MpiProcessGroup) -> None:
     parameters = dict(sorted((name, one) for name, one in module.named_parameters() if one.requires_grad))
     if any(hasattr(one, "full_tensor") for one in parameters.values()):
         raise TypeError("the parameters are DTensors: FSDP reduces their gradients in backward(), so omit this call")
+    if module not in ranks.compared:  # equal gradients keep equal parameters equal
+        _require_equal(parameters, ranks)
+        ranks.compared.add(module)
     has_gradient = torch.tensor([float(one.grad is not None) for one in parameters.values()])
     sparse = _sparse_weights(module)
     gradients = {name: _gradient_of(one, id(one) in sparse) for name, one in parameters.items()}
@@ -59,11 +62,15 @@ def _all_reduce_gradients(module: Any, op: str, ranks: MpiProcessGroup) -> None:
     for (name, parameter), is_there in zip(parameters.items(), has_gradient.tolist(), strict=True):
         if is_there and parameter.grad is None:
             parameter.grad = gradients[name]
-    if module not in ranks.compared:  # equal gradients keep equal parameters equal
-        values = {f"checksum of {name}": bytes_of_tensor(one.cpu()) for name, one in parameters.items()}
-        sums = {name: f"{checksum(one):08x}" for name, one in values.items()}
-        ranks.compare("all_reduce_gradients", advice=_ADVICE, **sums)
-        ranks.compared.add(module)
+
+
+def _require_equal(parameters: dict[str, Any], ranks: MpiProcessGroup) -> None:
+    """Compare names and shapes of parameters on all ranks, and then the numbers. Collective."""
+    shapes = tuple((name, tuple(one.shape)) for name, one in parameters.items())
+    ranks.compare("all_reduce_gradients", parameters=shapes)
+    values = {f"checksum of {name}": bytes_of_tensor(one.cpu()) for name, one in parameters.items()}
+    sums = {name: f"{checksum(one):08x}" for name, one in values.items()}
+    ranks.compare("all_reduce_gradients", advice=_ADVICE, **sums)
 
 
 def _sparse_weights(module: Any) -> set[int]:

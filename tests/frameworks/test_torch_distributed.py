@@ -169,11 +169,15 @@ def test_all_reduce_gradients_of_unequal_parameters_are_refused_before_the_first
     with torch.no_grad():
         model[2].bias += ranks[0]
     loss_of(model, data_of(ranks[1])[0, ranks[0]]).backward()
+    before = model[2].bias.grad.clone()
     for _ in range(2):
         with raises_everywhere(comm, InvalidArgumentError, r"checksum of 2.bias: rank 0: .*torch\.broadcast\(model\)$"):
-            mpidist.torch.all_reduce_gradients(model)
+            mpidist.torch.all_reduce_gradients(model, "sum")
     mpidist.torch.broadcast(model)
-    mpidist.torch.all_reduce_gradients(model)
+    own = model[2].bias.grad.clone()
+    mpidist.torch.all_reduce_gradients(model, "sum")
+    assert torch.allclose(model[2].bias.grad, sum(comm.allgather(own)))
+    assert torch.equal(own, before)  # refused before data moved
     with torch.no_grad():
         model[2].bias += ranks[0]
     mpidist.torch.all_reduce_gradients(model)
