@@ -23,7 +23,7 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.array_libraries.libraries import copied, library_of
 
-LOW = [name for name in dir(ml_dtypes) if name == "bfloat16" or name.startswith("float8")]
+LOW = [name for name in dir(ml_dtypes) if name.startswith(("bfloat16", "float8")) and hasattr(jnp, name)]
 OTHERS = ["float32", "float16", "int32", "int16", "int8", "uint8", "uint16", "uint32", "bool", "complex64"]
 
 
