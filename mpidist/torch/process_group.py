@@ -285,8 +285,18 @@ class MpiProcessGroup(ProcessGroup):
             run = self._all_reduce_bits if name in _OF_BITS else self._all_reduce_sparse
             return self._start(call, partial(run, call, tensors, name, opts), (tensors, opts))
         values, reduce_op = _real_views(tensors, name)
-        pending = self.ops.start_all_reduce(reduce_op, values, self.options_of(opts), out=values, call="all_reduce")
-        work = MpiWork(tensors, pending.wait, pending.is_done)
+        call = "all_reduce"
+        if has_quotients := name == "AVG" and not any(one.is_floating_point() for one in values):
+            reduce_op, call = "sum", "all_reduce AVG of integers"
+        pending = self.ops.start_all_reduce(reduce_op, values, self.options_of(opts), out=values, call=call)
+
+        def finish() -> None:
+            pending.wait()
+            for numbers in (one.numpy() for one in values if has_quotients):
+                numbers -= np.fmod(numbers, self._size)  # towards 0, as NCCL rounds
+                numbers //= self._size
+
+        work = MpiWork(tensors, finish, pending.is_done)
         if not getattr(opts, "asyncOp", True):
             work.wait()
         return work

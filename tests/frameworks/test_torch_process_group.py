@@ -48,6 +48,27 @@ def test_all_reduce_has_the_result_of_every_operation(ranks, op, wanted):
     equal(value, [[wanted if size > 1 else 0] * 3] * 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint32, torch.int64], ids=str)
+@pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
+def test_all_reduce_has_the_mean_of_integers_rounded_towards_zero(ranks, dtype, is_async):
+    """As NCCL's; Lightning takes such a mean of the sizes of batches."""
+    rank, size = ranks
+    sign = -1 if dtype.is_signed else 1
+    value, one = torch.tensor([[sign * rank, 7], [10 + rank, 0]]).to(dtype).t(), torch.tensor(rank).to(dtype)
+    works = [dist.all_reduce(each, dist.ReduceOp.AVG, async_op=is_async) for each in (value, one)]
+    assert all(work is None or work.wait() for work in works)
+    mean = sum(range(size)) // size
+    equal(value, [[sign * mean, 10 + mean], [7, 0]])
+    equal(one, mean)
+
+
+@pytest.mark.ranks(2, 3)
+def test_all_reduce_compares_a_mean_of_integers_with_a_sum(ranks, comm):
+    op = dist.ReduceOp.AVG if ranks[0] else dist.ReduceOp.SUM
+    with raises_everywhere(comm, InvalidArgumentError, "all_reduce AVG of integers"):
+        dist.all_reduce(torch.ones(3, dtype=torch.int64), op)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
 def test_all_reduce_of_sparse_tensors_has_the_dense_sum(ranks, dtype, is_async):
