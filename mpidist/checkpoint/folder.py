@@ -28,7 +28,6 @@ from mpidist.errors import DataLossError
 from mpidist.whole_number import whole_number
 
 __all__ = [
-    "COMMON",
     "MANIFEST",
     "MAX_DIGITS",
     "CheckpointFolder",
@@ -49,16 +48,12 @@ __all__ = [
 
 logger = logging.getLogger("mpidist.checkpoint")
 
-COMMON: Final = "all"  # the part of what is equal on all ranks, in earlier formats
 MANIFEST: Final = "manifest.json"
 MAX_DIGITS: Final = 18  # of a number
 unfinished_folders: Final[set[Path]] = set()  # which this process writes
 _FORMAT: Final = {"format": "mpidist checkpoint", "version": 3}
-_SECOND_FORMAT: Final = {**_FORMAT, "version": 2}  # what is equal on all ranks is in one part
-_FIRST_FORMAT: Final = {**_FORMAT, "version": 1}  # its manifest has no checksum either, nor says which save it was
 _CHECKSUM: Final = b', "checksum": '
-_ABOUT: Final = {"ranks": int, "replicas": int, "owners": dict, "parts": dict}  # what a manifest says besides
-_FILES: Final = re.compile(r"manifest\.json|(all|rank-\d+)\.(json|safetensors)")
+_FILES: Final = re.compile(r"manifest\.json|rank-\d+\.(json|safetensors)")
 
 
 @final
@@ -122,8 +117,8 @@ class CheckpointFolder:
     def orders(self) -> dict[int, int]:
         """Return the order of the saves, by number of the checkpoint; the last save stands at the end. Local.
 
-        The manifest says it. One that cannot be read stands behind that of the number before it; those of the first
-        format, which do not say it, stand before all others, by their numbers.
+        The manifest says it. One that cannot be read stands behind that of the number before it; those that no manager
+        has saved stand before all others, by their numbers.
         """
         pattern = re.compile(self._names)
         names = {name for name in _names_in(self.directory) if pattern.fullmatch(name)}
@@ -293,13 +288,10 @@ def read_manifest(place: Path) -> dict[str, Any]:
     text = read_file(path)
     manifest = parse_json(path, text)
     found = {key: manifest.get(key) for key in _FORMAT}
-    if found not in (_FORMAT, _SECOND_FORMAT, _FIRST_FORMAT):
+    if found != _FORMAT:
         raise DataLossError(f"{str(place)!r} is of another format: needed {_FORMAT}, got {found}")
-    if found != _FIRST_FORMAT and text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
+    if text != _with_checksum(text.rpartition(_CHECKSUM)[0]):
         raise DataLossError(f"{str(path)!r} is damaged: its checksum does not match")
-    lacking = [name for name, kind in _ABOUT.items() if not isinstance(manifest.get(name), kind)]
-    if lacking:
-        raise DataLossError(f"{str(path)!r} is damaged: these fields are missing: {', '.join(lacking)}")
     return manifest
 
 
@@ -309,8 +301,8 @@ def _hidden(place: Path, ending: str) -> Path:
 
 
 def _find_hidden(directory: Path, names: str, ending: str) -> list[tuple[Path, Path]]:
-    """Find the folders named by `_hidden`, each with its place. Earlier versions used no random part."""
-    pattern = re.compile(rf"\.(?P<name>{names})(\.[0-9a-f]{{16}})?\.{ending}")
+    """Find the folders named by `_hidden`, each with its place."""
+    pattern = re.compile(rf"\.(?P<name>{names})\.[0-9a-f]{{16}}\.{ending}")
     found = [(name, pattern.fullmatch(name)) for name in sorted(_names_in(directory))]
     return [(directory / name, directory / match["name"]) for name, match in found if match is not None]
 
@@ -365,7 +357,7 @@ def _saved_seconds(place: Path) -> float:
 
 
 def _order_of(place: Path) -> int | None:
-    """Return the order of a checkpoint's save; 0 if its format has none; `None` if it cannot be read."""
+    """Return the order of a checkpoint's save; 0 if no manager saved it; `None` if it cannot be read."""
     try:
         about = (place / MANIFEST).stat()
         return _read_order(place, about.st_ino, about.st_mtime_ns)

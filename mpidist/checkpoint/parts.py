@@ -17,7 +17,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mpidist.checkpoint.folder import (
-    COMMON,
     MANIFEST,
     existing,
     parse_json,
@@ -226,10 +225,7 @@ class SavedCheckpoint:
     def __init__(self, place: Path) -> None:
         self.place = existing(place)
         self.manifest = read_manifest(self.place)
-        try:
-            self.owners = {name: Owner(owner) for name, owner in self.manifest["owners"].items()}
-        except ValueError as error:  # of the first format, whose manifest has no checksum
-            raise DataLossError(f"{str(self.place)!r} is damaged: {error}") from None
+        self.owners = {name: Owner(owner) for name, owner in self.manifest["owners"].items()}
         self._parts: dict[str, PartFile] = {}
 
     def part(self, name: str) -> PartFile:
@@ -241,7 +237,7 @@ class SavedCheckpoint:
     @property
     def shared_parts(self) -> list[str]:
         """Parts that hold the state that is equal on all ranks."""
-        return list(self.manifest.get("shared", [COMMON]))
+        return list(self.manifest["shared"])
 
     @cached_property
     def keys(self) -> dict[str, tuple[str, list[str]]]:

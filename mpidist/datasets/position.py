@@ -90,8 +90,7 @@ class Progress:
             return  # a whole pass is left, whatever its order
         own = self.source.order_fields
         for name in sorted((own.keys() | state.keys()) - {"epoch", *_UNITS}):
-            is_older = name == "batch_size" and name not in state  # earlier versions did not tell it
-            if own.get(name) != state.get(name) and not is_older:
+            if own.get(name) != state.get(name):
                 raise ValueError(
                     f"the position is {numbers[1]} {unit} into epoch {numbers[0]} of a data set with {name} "
                     f"{state.get(name)}, and this one has {name} {own.get(name)}: samples would be skipped, and others "

@@ -461,8 +461,9 @@ def test_background_save_at_the_end_of_a_job_is_finished_within_the_grace(job, t
 
 
 def test_background_removes_in_the_folder_in_which_the_program_was(comm, folder, go_on, monkeypatch, strategy):
+    left = f".ckpt-4.{16 * 'a'}.new"
     if comm.rank == 0:
-        for name in ("a", "b/saved/ckpt-0", "b/saved/.ckpt-4.new"):
+        for name in ("a", "b/saved/ckpt-0", f"b/saved/{left}"):
             (folder / name).mkdir(parents=True)
     comm.Barrier()
     checkpoint = made(strategy, comm.rank)
@@ -474,7 +475,7 @@ def test_background_removes_in_the_folder_in_which_the_program_was(comm, folder,
     manager.wait()
     comm.Barrier()
     assert (folder / "a/saved/ckpt-1").is_dir()
-    assert names_in(folder / "b/saved") == {"ckpt-0", ".ckpt-4.new"}
+    assert names_in(folder / "b/saved") == {"ckpt-0", left}
     comm.Barrier()
 
 
@@ -569,7 +570,7 @@ def test_save_removes_leftovers_of_killed_jobs(comm, folder):
         checkpoint = made(strategy, comm.rank)
         if comm.rank == 0:
             (folder / "ckpt-5").rename(folder / aside)
-            for name in (".ckpt-4.new", f".ckpt-4.{16 * 'a'}.new", ".ckpt-6.old", ".other-3.new", ".ckpt-x.old"):
+            for name in (f".ckpt-4.{16 * 'a'}.new", f".ckpt-6.{16 * 'b'}.old", ".other-3.new", ".ckpt-x.old"):
                 (folder / name).mkdir()
                 (folder / name / "rank-0.json").touch()
             (folder / ".notes.old").touch()

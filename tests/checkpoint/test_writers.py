@@ -1,9 +1,7 @@
 """Which ranks write what is equal on all of them, and which keep copies of it in the memory of nodes."""
 
-import json
 import logging
 import shutil
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -12,7 +10,7 @@ from threading import enumerate as enumerate_threads
 import numpy as np
 import pytest
 from mpi4py import MPI
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from support.everywhere import raises_everywhere
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
@@ -97,28 +95,6 @@ def test_writers_as_many_as_given_write(comm, placement, folder, strategy):
     comm.Barrier()
     with raises_everywhere(comm, ValueError, "writers must be 'all', 'per node' or a number of ranks, got 'each'"):
         checkpoint.write(folder / "one", writers="each")
-
-
-@pytest.mark.ranks(3)
-def test_restore_of_a_checkpoint_of_an_earlier_version(comm, folder):
-    """What is equal was in one file, `all`."""
-    path, weights = folder / "old", np.arange(6.0).reshape(2, 3)
-    if comm.rank == 0:
-        path.mkdir()
-        save_file({"weights": weights}, path / "all.safetensors")
-        about = {"arrays": {"weights": ["float64", [2, 3], zlib.crc32(weights.data)]}, "values": {"step": 7}}
-        (path / "all.json").write_text(json.dumps(about))
-        parts = {"all": zlib.crc32((path / "all.json").read_bytes())}
-        owners = {"weights": "all", "step": "all"}
-        manifest = {"format": "mpidist checkpoint", "version": 2, "ranks": 3, "replicas": 3}
-        text = json.dumps({**manifest, "owners": owners, "parts": parts})[:-1].encode()
-        (path / "manifest.json").write_bytes(text + b', "checksum": %d}' % zlib.crc32(text))
-    comm.Barrier()
-    with Strategy(comm=comm) as strategy, strategy.scope():
-        checkpoint = Checkpoint(weights=Variable(np.zeros((2, 3))), step=0)
-        checkpoint.restore(path)
-        assert (checkpoint.weights.numpy() == weights).all()
-        assert checkpoint.step == 7
 
 
 @pytest.mark.no_mpi

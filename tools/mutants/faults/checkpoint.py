@@ -30,7 +30,7 @@ FAULTS = [
     ),
     Fault(
         "folder.py",
-        "if found not in (_FORMAT, _SECOND_FORMAT, _FIRST_FORMAT):",
+        "if found != _FORMAT:",
         "if False:",
         "a checkpoint of another version is read",
     ),

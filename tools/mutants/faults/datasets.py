@@ -204,7 +204,7 @@ FAULTS = [
     ),
     Fault(
         "position.py",
-        "if own.get(name) != state.get(name) and not is_older:",
+        "if own.get(name) != state.get(name):",
         "if False:",
         "a position in another order of samples is restored",
     ),
