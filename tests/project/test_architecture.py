@@ -21,14 +21,6 @@ PACKAGE = Path(mpidist.__file__).parent
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 40
 MAX_MODULES = 16  # in a folder, besides its `__init__`
-# May be imported inside functions: they start MPI or CUDA, take long, or are needed by one function alone.
-GUARDED = ("mpi4py", "cupy", "ml_dtypes", "optax")
-WHERE_GUARDED = {
-    "mpi4py": ("mpidist.transport.mpi.library", "mpidist.transport.mpi.communicator"),
-    "cupy": ("mpidist.transport.cuda",),
-    "ml_dtypes": ("mpidist.transport.half",),
-    "optax": ("mpidist.jax",),
-}
 EXCEPTIONS = ("Exception", "Error", "Warning")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -41,8 +33,6 @@ class Import:
     target: str  # the module
     source: str  # where its name is taken from: the module itself, or the folder whose `__init__` has the name
     line: int  # where the import is
-    in_function: bool  # whether a function imports
-    only_typing: bool  # whether the import is there for types alone
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ class Module:
         return f"{self.path.relative_to(PACKAGE.parent)}:{line}"
 
     def imports(self):
-        yield from _imports(self.tree, in_function=False, only_typing=False)
+        return _imports(self.tree)
 
     def own_imports(self):
         return (found for found in self.imports() if found.target.split(".")[0] == "mpidist")
@@ -81,24 +71,18 @@ def _modules():
     return modules
 
 
-def _imports(node, in_function, only_typing):
-    for child in ast.iter_child_nodes(node):
+def _imports(tree):
+    """Yield all imports, also those of functions, and those for types alone."""
+    for child in ast.walk(tree):
         if isinstance(child, ast.Import):
             for alias in child.names:
-                yield Import(alias.name, alias.name, child.lineno, in_function, only_typing)
+                yield Import(alias.name, alias.name, child.lineno)
         elif isinstance(child, ast.ImportFrom):
             assert child.level == 0, "imports are absolute"
             for alias in child.names:
                 source, inner = str(child.module), f"{child.module}.{alias.name}"
                 target = inner if inner in NAMES else source
-                yield Import(target, source, child.lineno, in_function, only_typing)
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            for part in child.body:
-                yield from _imports(ast.Module([part], []), in_function, True)
-            for part in child.orelse:
-                yield from _imports(ast.Module([part], []), in_function, only_typing)
-        else:
-            yield from _imports(child, in_function or isinstance(child, (Function, ast.Lambda)), only_typing)
+                yield Import(target, source, child.lineno)
 
 
 NAMES = {
@@ -197,7 +181,7 @@ def test_names_are_imported_from_the_module_that_defines_them():
     assert {
         module.name for module in MODULES.values() if module.is_package and listed_names(module)
     } <= TABLES_OF_CONTENTS
-    own = [(path, found) for path, _, tree in modules_of_tests() for found in _imports(tree, False, False)]
+    own = [(path, found) for path, _, tree in modules_of_tests() for found in _imports(tree)]
     own += [(module.at(found.line), found) for module in MODULES.values() for found in module.own_imports()]
     wrong = [
         f"{where} imports a name of {found.source}, which does not define it"
@@ -216,25 +200,6 @@ def listed_names(module):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
     return []
-
-
-def test_functions_import_the_guarded_libraries_alone():
-    require_no_import(lambda _, found: found.in_function and found.target.split(".")[0] not in GUARDED)
-
-
-@pytest.mark.parametrize("library", GUARDED)
-def test_guarded_libraries_have_few_doors(library):
-    found = [
-        (module, found)
-        for module in MODULES.values()
-        for found in module.imports()
-        if found.target.split(".")[0] == library
-    ]
-    assert found
-    for module, its in found:
-        allowed = any((module.name + ".").startswith(door.rstrip(".") + ".") for door in WHERE_GUARDED[library])
-        assert allowed, f"{module.at(its.line)} imports {library}"
-        assert its.in_function or its.only_typing, f"{module.at(its.line)} imports {library} when it is loaded"
 
 
 def test_variables_of_launchers_are_named_in_one_module():
