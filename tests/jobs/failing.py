@@ -1,15 +1,15 @@
 """Jobs of real ranks that an error ends: what they wrote, and with which exit status."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
+from mpi_session import HANG_SECONDS, OF_RANKS, clean_environment
 from mpi_session.launch import Launcher
 
 import mpidist
@@ -42,13 +42,8 @@ def environment():
     return {
         **clean_environment(),
         "PYTHONPATH": PROJECT,
-        "OMP_NUM_THREADS": "1",
         "MALLOC_ARENA_MAX": "1",  # of others, 64 MiB of addresses each are had in advance, whatever the limit is
-        "OPENBLAS_NUM_THREADS": "1",
-        # There may be more ranks than cores: one that waits gives its own up soon.
-        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
-        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-        **OPEN_MPI,
+        **OF_RANKS,
         "OMPI_MCA_osc": "^ucx",  # writes of its own when a shared window is made, and is not used
     }
 
@@ -65,9 +60,6 @@ class Ended:
         """Return what a rank wrote with its name in front, as `mpidist` does for an uncaught error."""
         prefix = f"[rank {rank} on {HERE}] "
         return [line.partition(prefix)[2] for line in self.err.splitlines() if prefix in line]
-
-
-Job = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -92,6 +84,16 @@ def stand_in(folder, name, body):
 def ran(command, **how):
     """Run a command to its end, whatever that is, and keep what it writes."""
     return subprocess.run(command, capture_output=True, text=True, check=False, **how)
+
+
+def processes_with(**variables):
+    """Return the commands of processes that have these variables, by the processes' numbers."""
+    own, found = {f"{name}={value}" for name, value in variables.items()}, {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if own <= {*(path / "environ").read_text(errors="replace").split("\0")}:
+                found[int(path.name)] = (path / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    return {pid: command for pid, command in found.items() if command}  # without one, it is just ending
 
 
 def end_of(command, **variables):

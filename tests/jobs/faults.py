@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +20,13 @@ from mpi_session import HANG_SECONDS
 from mpi_session.launch import Launcher
 
 from jobs.failing import Ended as EndedJob
-from jobs.failing import environment
+from jobs.failing import environment, processes_with
 from mpidist.transport.text import name_ranks
 
 __all__ = [
     "BLOCKS",
-    "CYCLIC",
     "DEADLINE_SECONDS",
     "Ended",
-    "Job",
     "FOUR",
     "HEAD",
     "Note",
@@ -138,11 +135,6 @@ class Placement(NamedTuple):
     def others(self):
         return [rank for rank in range(self.size) if rank != self.faulty]
 
-    @property
-    def is_seen(self):
-        """Whether a rank is on the node of the faulty one, and sees what becomes of its process."""
-        return self.nodes.count(self.nodes[self.faulty]) > 1
-
     def __str__(self):
         return f"nodes {','.join(map(str, self.nodes))} fault on {self.faulty}"
 
@@ -154,7 +146,6 @@ UNEVEN = Placement((0, 1, 1), 1)
 UNEVEN_ALONE = Placement((0, 1, 1), 0)
 FOUR = Placement((0, 0, 0, 0), 3)
 BLOCKS = Placement((0, 0, 1, 1), 2)
-CYCLIC = Placement((0, 1, 0, 1), 1)
 
 
 @dataclass(frozen=True)
@@ -179,17 +170,13 @@ class Ended(EndedJob):
         return {note.rank: note for note in self.notes if note.what == what}
 
 
-# Called with the launcher's process, and the file of the notes, once all ranks are ready.
-Interfere = Callable[["subprocess.Popen[bytes]", Path], None]
-
-
 def run_job(
     folder,  # for its files
     body,  # what follows on HEAD
     placement,  # where the ranks are, and which has the fault
     is_blind=False,  # whether the launcher shall not notice that a rank dies
     before=(),  # words in front of the command
-    interfere=None,
+    interfere=None,  # called with the launcher's process, and the file of the notes, once all ranks are ready
     **variables,  # more of the environment
 ):
     """Run a program on ranks of the MPI library that these tests run with, and require that all of it ends."""
@@ -202,9 +189,6 @@ def run_job(
     if any(placement.nodes):
         variables["MPIDIST_PRETEND_NODES"] = ",".join(map(str, placement.nodes))
     return run_command(folder, command, placement.size, interfere, **variables)
-
-
-Job = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -262,28 +246,17 @@ def run_command(
 
 def _bury(mark, may_stay):
     """Wait for the processes of a job to end, kill those that do not, and return their commands."""
-    sought = f"{_MARK}={mark}".encode()
 
     def those_left():
-        commands = _processes_with(sought).values()
+        commands = processes_with(**{_MARK: mark}).values()
         return [command for command in commands if may_stay is None or not re.search(may_stay, command)]
 
     _wait_until(lambda: not those_left(), _BURY_SECONDS)
     left = those_left()
-    for pid in _processes_with(sought):
+    for pid in processes_with(**{_MARK: mark}):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     return left
-
-
-def _processes_with(sought):
-    """Return the commands of processes that have something in their environment."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if sought in (path / "environ").read_bytes():
-                found[int(path.name)] = (path / "cmdline").read_text().replace("\0", " ")
-    return {pid: command for pid, command in found.items() if command}  # without one, it is just ending
 
 
 def _wait_until(is_so, seconds=_JOB_SECONDS):

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import final
 
 import pytest
-from mpi_session import HANG_SECONDS, OPEN_MPI, clean_environment
+from jobs.failing import processes_with
+from mpi_session import HANG_SECONDS, OF_RANKS, clean_environment
 from slurm.emulated_cluster import ClusterError, EmulatedCluster
 
 import mpidist
@@ -95,17 +96,8 @@ class BatchJob:
         return {task: int(code) for task, code in tasks}
 
     def processes(self):
-        own = {f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}", f"SLURM_JOB_ID={self.number}"}
-        commands = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (path / "environ").read_bytes().decode(errors="replace").split("\0")
-                command = (path / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            except OSError:  # it has ended
-                continue
-            if own <= {*variables}:
-                commands.append(command)
-        return commands
+        its = {"SLURM_CONF": self.cluster.environment["SLURM_CONF"], "SLURM_JOB_ID": self.number}
+        return [*processes_with(**its).values()]
 
     def _show(self):
         return self.cluster.call("scontrol", "show", "job", "--oneliner", self.number)
@@ -161,12 +153,7 @@ def job_environment(cluster, library):
         **cluster.environment,
         "VIRTUAL_ENV": str(environment),
         "PYTHONPATH": str(PROJECT),
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        # There may be more ranks than cores: one that waits gives its own up soon.
-        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
-        "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-        **OPEN_MPI,
+        **OF_RANKS,
         # Its own messages crash a rank that gets one before it has left MPI_Init (open-mpi/ompi#12495), as Slurm's PMIx
         # holds nobody back. UCX keeps them, and would complain at the end, for the same reason.
         "OMPI_MCA_pml": "ucx",

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
+from jobs.failing import processes_with
 from mpi_session import HANG_SECONDS
 
 __all__ = ["ClusterError", "EmulatedCluster"]
@@ -165,13 +166,10 @@ class EmulatedCluster:
 
     def lose(self, node):
         """End all processes of a node at once, as when its power fails. The controller is not told, and it stays so."""
-        slurmd, *_ = (  # and what it has just forked
-            process
-            for process, command in _commands()
-            if command == f"slurmd -D -N {node}" and _has_variables(process, self.environment)
-        )
-        uts = os.stat(slurmd / "ns" / "uts").st_ino
-        for process, _ in _commands():
+        commands = processes_with(**self.environment)
+        slurmd, *_ = (pid for pid in commands if commands[pid] == f"slurmd -D -N {node}")  # and what it has just forked
+        uts = os.stat(f"/proc/{slurmd}/ns/uts").st_ino
+        for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is none of this cluster
                 if os.stat(process / "ns" / "uts").st_ino == uts:
                     os.kill(int(process.name), signal.SIGKILL)
@@ -243,18 +241,6 @@ class EmulatedCluster:
             lines = path.read_text(errors="replace").strip().splitlines()[-5:]
             tails += [f"{path.name}: {line}" for line in lines]
         return "\n".join(tails)
-
-
-def _commands():
-    """Yield all processes of the machine, as folders of /proc, and their commands."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            yield process, (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
-
-
-def _has_variables(process, variables):
-    found = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-    return {f"{name}={value}" for name, value in variables.items()} <= {*found}
 
 
 def _free_ports(number):

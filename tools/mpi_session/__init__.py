@@ -27,6 +27,6 @@ Environment variables: ``MPI_SESSION_DIR`` marks an inner session and names the 
 all of them. A test that starts processes of its own gives them ``clean_environment()``.
 """
 
-from mpi_session.launch import HANG_SECONDS, OPEN_MPI, clean_environment
+from mpi_session.launch import HANG_SECONDS, OF_RANKS, clean_environment
 
-__all__ = ["HANG_SECONDS", "OPEN_MPI", "clean_environment"]
+__all__ = ["HANG_SECONDS", "OF_RANKS", "clean_environment"]

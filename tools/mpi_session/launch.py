@@ -28,10 +28,9 @@ _MPI_PREFIXES = ("_MPIDIST_", "PMI", "OMPI_", "OPAL_", "PRTE_", "HYDRA", "HYDI_"
 _SETTINGS = ("MPI4PY_", "MPIDIST_")
 # Of Open MPI: it may run as root; its messages by libfabric, which are not used here, are looked for for a second.
 OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "^ofi"}
-_DEFAULTS = {
+OF_RANKS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
     # MPICH with more ranks than cores: a waiting rank gives its core to the others sooner.
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
@@ -120,7 +119,8 @@ class Launch:
     def _environment(self) -> dict[str, str]:
         path = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
         return {
-            **_DEFAULTS,
+            **OF_RANKS,
+            "PYTHONUNBUFFERED": "1",
             **os.environ,
             DIRECTORY: str(self.directory),
             TOKEN: self._token,
