@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from support.replicas import inside
 import mpidist
 from mpidist import OneDeviceStrategy, context_stack
 from mpidist.transport.failures import open_groups
-
-State = tuple[Any, Any, bool, bool]
 
 pytestmark = pytest.mark.ranks(1, 3)
 

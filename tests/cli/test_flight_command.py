@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +21,6 @@ GRADIENTS = "SUM of 161 x float32, 97.5 MiB, hierarchical, 3 packs"
 RESET = 1 << 40
 
 Row = list[Any]
-Flight = Callable[..., str]
 
 
 def row(sequence, call, state, began, details="", took=0.01):

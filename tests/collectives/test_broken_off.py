@@ -23,8 +23,6 @@ from mpidist.transport.shared_memory.two_shot import TwoShot
 
 pytestmark = pytest.mark.core
 
-several = pytest.mark.ranks(min=2)
-
 
 def start(strategy, value, **options):
     return strategy.run(lambda: mpidist.get_replica_context().start_all_reduce("SUM", value, **options).wait())

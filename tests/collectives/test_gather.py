@@ -1,8 +1,6 @@
 """`Strategy.gather` and `ReplicaContext.all_gather`: arrays of all ranks, one after the other."""
 
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +16,6 @@ from mpidist.errors import InvalidArgumentError
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
-
-Gather = Callable[..., Any]
 
 
 @pytest.fixture(params=["gather", "all_gather"])

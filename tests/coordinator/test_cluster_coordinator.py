@@ -1,9 +1,7 @@
 """The chief schedules functions, the other workers call them, and their results and errors come back."""
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
@@ -75,9 +73,6 @@ def refuse(value, gradient, memory):
 
 class LeavesError(BaseException):
     """What ends a worker, and not its function alone."""
-
-
-Work = Callable[[ClusterCoordinator], Any]
 
 
 def coordinate(comm, work, **arguments):

@@ -17,8 +17,6 @@ from mpidist.experimental import ParameterServerStrategy, Server
 from mpidist.experimental.coordinator import ClusterCoordinator
 from mpidist.parameter_server.cluster import Role, Wanted
 
-SimpleTask = tuple[str, int]
-
 
 def resolver_of(tasks, rank):
     """Make the resolver of a rank, where rank r is the r-th task."""

@@ -145,7 +145,6 @@ DESTINATIONS = [
     [0, -1], [0, 99], [], [[0]], "/rank:99", "nowhere", "", b"all", None, 1.5, np.nan, True, np.array([0]), Opaque(),
     {"a": 0}, "ALL",
 ]  # fmt: skip
-OPS = ["SUM", "MEAN", "MIN", "MAX", "PROD", ReduceOp.SUM, "mean"]
 AXES = [1, -1, None, -2, 2, -5, True, False, 1.0, "0", [0], np.int64(1), np.array(0), 1 << 70, Opaque()]
 OPTIONS = [
     CommunicationOptions(timeout_seconds=600), CommunicationOptions(bytes_per_pack=1), CommunicationOptions(100),

@@ -300,9 +300,6 @@ def outcomes(states, parts):
     return ends
 
 
-Log = dict[str, list[Event]]
-
-
 def check(first, rounds, text):
     """See that there is an order for every array."""
     for name, value in first.items():

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from slurm.emulated_cluster import EmulatedCluster
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.long, pytest.mark.timeout(5 * HANG_SECONDS)]
 
-Submit = Callable[..., BatchJob]
 
 ONE_TASK = ("--nodes=1", "--ntasks-per-node=1")
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")

@@ -1,8 +1,5 @@
 """Every collective call of a strategy, by its name in errors: for what holds of all of them."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from mpidist import Batches, Files, Variable
@@ -11,7 +8,6 @@ from support.replicas import inside
 
 __all__ = ["calls_of_parts", "calls_of_strategy", "every_call"]
 
-Calls = dict[str, Callable[[], Any]]
 
 ONES = np.ones(8)
 

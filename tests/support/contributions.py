@@ -19,7 +19,6 @@ __all__ = [
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
-DType = np.dtype[Any]
 
 INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

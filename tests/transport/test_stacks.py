@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
@@ -36,7 +35,6 @@ threading.Thread(target=time.sleep, args=[600], daemon=True).start()
 show("ready")
 busy()
 """
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture

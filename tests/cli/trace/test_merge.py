@@ -1,7 +1,6 @@
 """`python -m mpidist trace merge`: who waited for whom, told from files with known answers."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from support.trace_events import process_of, read_events
@@ -14,9 +13,6 @@ pytestmark = pytest.mark.no_mpi
 MS = 1_000_000
 BEGIN = 5_000 * MS
 TEXTS = {"1": ["reduce", "SUM of 3 x float32"], "2": ["gather", ""], "3": ["start_all_reduce", ""]}
-
-Rows = list[list[int]]
-Merge = Callable[..., str]
 
 
 def call(number, begun, agreed, ended, text=1):

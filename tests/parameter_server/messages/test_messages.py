@@ -1,7 +1,5 @@
 """What a server makes of messages, also of those that no worker of this package sends."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -24,7 +22,6 @@ from mpidist.parameter_server.messages.protocol import (
 from mpidist.parameter_server.server import ParameterServer
 from mpidist.transport.group.service_group import ServiceGroup, meet_ranks
 
-Ask = Callable[..., tuple[int, bytes]]
 NOTHING = np.empty(0)
 
 

@@ -2,9 +2,7 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,8 +21,6 @@ from mpidist.transport.agreement.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 
 pytestmark = pytest.mark.core
-
-Caller = Callable[[Strategy, Any], Any]
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """Messages of MPI: how long they may be, of how many bytes rows of a replica tree are, and errors in them."""
 
 import ctypes
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -144,9 +142,6 @@ def test_killed_rank_is_named_if_it_is_the_only_other(comm, monkeypatch):
     with pytest.raises(PeerFailedError, match=rf"rank {1 - comm.rank} of the job, to which they go, was probably kil"):
         poll(lambda: communicator.test_all(requests), lambda: None)
     communicator.free()
-
-
-Messages = Sequence[tuple[Any, int]]
 
 
 @pytest.mark.ranks(2, 3)

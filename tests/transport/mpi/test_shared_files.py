@@ -2,14 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable
 
 import pytest
-from jobs.failing import Ended
 
 from mpidist.cli.leftovers import find_leftovers, remove
-
-Run = Callable[..., tuple[Ended, list[str]]]
 
 pytestmark = [pytest.mark.no_mpi, pytest.mark.core]
 

@@ -8,7 +8,6 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +26,6 @@ from mpidist.transport.node_memory.barrier import Fence, NodeBarrier
 from mpidist.transport.node_memory.window import LINE_BYTES, SharedWindow, part_stride
 
 pytestmark = pytest.mark.core
-
-Sync = Callable[[], None]
 
 
 def mapped():
