@@ -222,9 +222,9 @@ class StrategyParts:
         raise_reported(error, [report for _, report in everyone], group)
         return [one for one, _ in everyone]
 
-    def on_rank_0(self, call: str, advice: str, work: Callable[[], _T], error: Exception | None = None) -> _T:
+    def on_rank_0(self, call: str, advice: str, work: Callable[[], _T]) -> _T:
         """Do local work on rank 0, and return its result on all ranks. Collective; see `on_each_rank`."""
-        found: _T = self.on_each_rank(call, advice, lambda: None if self.group.topology.rank else work(), error)[0]
+        found: _T = self.on_each_rank(call, advice, lambda: None if self.group.topology.rank else work())[0]
         return found
 
     def all_gather(

@@ -25,7 +25,7 @@ from mpidist.variables.variable import Variable
 if TYPE_CHECKING:
     from mpidist.transport.group.sync_group import SyncGroup
 
-__all__ = ["ServerVariable", "ShardedVariable", "change_together", "read_together"]
+__all__ = ["ServerVariable", "ShardedVariable", "change_together", "read_together", "sharing_replica"]
 
 Array = np.ndarray[Any, Any]
 
@@ -105,7 +105,7 @@ class ServerVariable(DistributedValues, Assignable):
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
         self.require_current(call)
         how = _change_of(self, ufunc)
-        replica = self.sharing_replica()
+        replica = sharing_replica(self._strategy)
         if replica is None:
             self.servers.change(self.location, self.cast(value), how)
         else:
@@ -115,19 +115,12 @@ class ServerVariable(DistributedValues, Assignable):
 
     def _scatter(self, call: str, delta: Any) -> None:
         self.require_current(call)
-        replica, how = self.sharing_replica(), SCATTERS[call]
+        replica, how = sharing_replica(self._strategy), SCATTERS[call]
         if replica is None:
             self.servers.change_rows(self.row_changes(delta), how)
         else:
             make = partial(self._rows_contribution, call, delta)
             change_together(replica, f"{call} of {self._what}", make, partial(self._aggregate_rows, how))
-
-    def sharing_replica(self) -> context_stack.CurrentReplica | None:
-        """Return the current replica in `run`, if this worker has several."""
-        entry = context_stack.innermost()
-        if entry is None or entry.replica_context is None or self._strategy.num_replicas_in_sync == 1:
-            return None
-        return entry.replica_context
 
     def _require_aggregation(self, call: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -266,7 +259,8 @@ class ShardedVariable(Assignable):
     def _assign(self, call: str, value: Any, ufunc: np.ufunc | None, read_value: bool) -> Any:
         first = self._variables[0]
         first.require_current(call)
-        if first.sharing_replica() is None:  # all at once: none is changed if a server has an earlier error to tell
+        if sharing_replica(self._strategy) is None:
+            # All at once: none is changed if a server has an earlier error to tell.
             locations = [variable.location for variable in self._variables]
             first.servers.push(Push(locations, self.split(value), (), _change_of(self, ufunc), call))
             return self if read_value else None
@@ -278,7 +272,7 @@ class ShardedVariable(Assignable):
     def _scatter(self, call: str, delta: Any) -> None:
         first = self._variables[0]
         first.require_current(call)
-        if first.sharing_replica() is None:
+        if sharing_replica(self._strategy) is None:
             first.servers.change_rows(self.row_changes(delta), SCATTERS[call])
             return
         indices, values = checked_rows(delta, self._like, self._what)
@@ -322,6 +316,13 @@ def read_together(variables: Sequence[ServerVariable], into: Sequence[Any]) -> N
     """Read variables of one strategy into contiguous arrays, with one request to each server."""
     if variables:
         variables[0].servers.read([variable.location for variable in variables], into)
+
+
+def sharing_replica(strategy: CurrentStrategy) -> context_stack.CurrentReplica | None:
+    """Return the current replica in a strategy's `run`, if this worker has several."""
+    replica = context_stack.current_replica()
+    is_one_of_several = replica is not None and replica.strategy is strategy and strategy.num_replicas_in_sync > 1
+    return replica if is_one_of_several else None
 
 
 def change_together(

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from mpidist import context_stack, nest
+from mpidist import nest
 from mpidist.cluster_resolver.cluster_spec import ClusterSpec
 from mpidist.cluster_resolver.resolver import ClusterResolver
 from mpidist.cluster_resolver.simple import SimpleClusterResolver
@@ -24,7 +24,13 @@ from mpidist.parameter_server.cluster import Role, Wanted
 from mpidist.parameter_server.messages.protocol import Change
 from mpidist.parameter_server.placement import OnServers
 from mpidist.parameter_server.rules import Rule
-from mpidist.parameter_server.variable import ServerVariable, ShardedVariable, change_together, read_together
+from mpidist.parameter_server.variable import (
+    ServerVariable,
+    ShardedVariable,
+    change_together,
+    read_together,
+    sharing_replica,
+)
 from mpidist.replicas import Replicas
 from mpidist.strategy import Strategy
 from mpidist.strategy_parts import StrategyParts
@@ -156,7 +162,7 @@ class ParameterServerStrategy(Strategy):
 
     def step_done(self) -> None:
         """Mark the end of a step of this worker, for `staleness`. On workers; in `run` by all replicas, as one step."""
-        servers, replica = self._servers("step_done()"), self._sharing_replica()
+        servers, replica = self._servers("step_done()"), sharing_replica(self)
         if replica is None:
             servers.step_done()
         else:
@@ -211,17 +217,11 @@ class ParameterServerStrategy(Strategy):
                 fractions, and a variable of whole numbers.
         """
         servers, make = self._servers("push()"), partial(self._gather, variables, values, update)
-        replica = self._sharing_replica()
+        replica = sharing_replica(self)
         if replica is None:
             servers.push(make())
             return
         change_together(replica, "push()", make, lambda pushes: servers.push(Push.sum_of(pushes)))
-
-    def _sharing_replica(self) -> context_stack.CurrentReplica | None:
-        """Return the current replica in `run`, if this worker has several."""
-        replica = context_stack.current_replica()
-        is_one_of_several = replica is not None and replica.strategy is self and self.num_replicas_in_sync > 1
-        return replica if is_one_of_several else None
 
     def _gather(self, variables: Any, values: Any, update: str | Rule) -> Push:
         if not isinstance(update, Rule) and update not in _CHANGES:
