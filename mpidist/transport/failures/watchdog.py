@@ -306,9 +306,11 @@ class Watchdog:
                 self._answers[rank] = note
 
     def _why_given_up(self) -> str:
-        """Repeat the cause that notes report, if it is more than a late rank."""
-        texts = dict.fromkeys(note.text for note in self._received.values() if note.tag in (GAVE_UP, FOLLOWS))
-        return "".join(f": {text}" for text in texts if text)
+        """Repeat the cause that notes report, if it is more than a rank that this one awaits, too."""
+        notes = [note for note in self._received.values() if note.tag in (GAVE_UP, FOLLOWS)]
+        gone = {one.rank for note in notes for one in note.statuses if one.process == GONE} - {*self._awaited.ranks}
+        texts = [f"the process of {name_ranks([rank])} is gone" for rank in sorted(gone)]
+        return "".join(f": {text}" for text in dict.fromkeys([*texts, *(note.text for note in notes)]) if text)
 
     def _fail_after_others(self, reason: str, is_waiting: bool, may_go_on: bool = False) -> NoReturn:
         """Fail because other ranks have. `may_go_on`: whether the first of them may catch its exception."""
