@@ -81,13 +81,13 @@ class Store:
     """Variables by key, and the rules that workers have named.
 
     Attributes:
-        made: How many changes of each call of a coordinator's were made.
+        made: The changes of each call of a coordinator's that were made, by their places: an error, or `None`.
         under_way: The calls of which a change is being made.
     """
 
     def __init__(self) -> None:
         self.variables: dict[int, Stored] = {}
-        self.made: dict[int, int] = {}
+        self.made: dict[int, dict[int, Exception | None]] = {}
         self.under_way: set[int] = set()
         self._rules: list[Rule] = []
 

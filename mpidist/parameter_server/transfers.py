@@ -238,18 +238,26 @@ def make_once(store: Store, connection: Connection, change: Steps) -> Steps:
     """Make a change of the connection's call, unless the change has been made. The caller answers afterwards.
 
     A worker that is lost may have made some changes of its call. The next worker makes them all again, in the same
-    order, and the server drops as many as it has made.
+    order, and the server drops as many as it has made; one that failed is an error again, and changes nothing more.
     """
     call, place = connection.call, connection.num_changes
     connection.num_changes += 1
     while call in store.under_way:  # by a worker that is lost: that change may be completed, or not
         yield False
-    if place < store.made.get(call, 0):
+    made = store.made.setdefault(call, {})
+    if place in made:
         yield from connection.drain()
+        problem = made[place]
+        if problem is not None:
+            raise problem
         return
     store.under_way.add(call)
     try:
         yield from change
-        store.made[call] = place + 1
+        made[place] = None
+    except Exception as error:  # of any kind: the worker may be lost before it reports the error
+        if connection.is_making:
+            made[place] = error
+        raise
     finally:
         store.under_way.discard(call)

@@ -11,6 +11,41 @@ __all__ = ["job", "survivor"]
 pytestmark = pytest.mark.no_mpi
 
 CALLS = 30
+REFUSED = """
+strategy.close()
+strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore")
+
+@mpidist.experimental.server_rules.register("refuse")
+def refuse(value, gradient, memory):
+    if gradient > 1:
+        raise ValueError("no such gradient")
+    value += gradient
+
+@mpidist.experimental.coordinator.register("push")
+def push():
+    if rank != 1:
+        await_notes("fault", 1)  # so that worker 1 is the first to make the call
+    strategy.push([added, refused], [1.0, 2.0], mpidist.experimental.server_rules.Registered("refuse"))
+    added.assign_add(1.0)
+    if rank == 1:
+        attempt("flush", strategy.flush)
+        note("fault")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if strategy.is_ps:
+    strategy.serve()
+else:
+    with strategy.scope():
+        added, refused = mpidist.Variable(0.0), mpidist.Variable(0.0)
+    coordinator = mpidist.experimental.coordinator.ClusterCoordinator(strategy)
+    if strategy.is_chief:
+        coordinator.schedule(push)
+        attempt("join", coordinator.join)
+        note("sums", text=f"{added.numpy():g} {refused.numpy():g}")
+    else:
+        coordinator.serve()
+strategy.close()
+"""
 WORKER = """
 strategy.close()
 strategy = mpidist.experimental.ParameterServerStrategy(on_worker_lost="ignore")
@@ -108,6 +143,14 @@ def require_pushes_once(ended, status=75):
 def test_pushes_of_a_worker_that_is_killed_or_leaves_are_made_once(job, end):
     """Those that the servers have made, and those that are under way; its calls are made again."""
     require_pushes_once(job(program(end), FOUR, is_blind=end != "left"), ENDS[end][2])
+
+
+def test_push_that_fails_is_an_error_also_of_a_repeated_call(job):
+    """The worker whose push it was is killed before it reports the error."""
+    ended = job(REFUSED, FOUR, is_blind=True)
+    assert "no such gradient" in ended.of("flush")[1].text, ended
+    assert "no such gradient" in ended.of("join")[0].text, ended
+    assert ended.of("sums")[0].text == "2 0"
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ FAULTS = [
     ),
     Fault(
         "transfers.py",
-        "if place < store.made.get(call, 0):",
+        "if place in made:",
         "if False:",
         "a push of a call that is made again counts twice",
     ),
