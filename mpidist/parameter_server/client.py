@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from threading import local
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -21,6 +20,7 @@ from mpidist.parameter_server.transfers import change_rows
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.failures.open_groups import require_unused
 from mpidist.transport.group.service_group import ServiceGroup
+from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.reduction import Reduction
 from mpidist.transport.shared_errors import mark_left, mark_shared
 from mpidist.transport.text import count_text, text_of
@@ -114,7 +114,13 @@ class LocalChannel:
     def __init__(self) -> None:
         self._store = Store()
         self._lists: dict[int, list[int]] = {}
-        self._read = local()  # its `values`: what this thread has read last
+        self._values: list[Array] = []  # that were read last
+        self._threads = ThreadGuard.of_group()
+
+    def enter(self, call: str) -> None:
+        """Check that this thread may make a call. Local."""
+        if self._threads.here.token is not self._threads.admitted:
+            self._threads.take_over(call)
 
     def start(
         self,
@@ -127,11 +133,12 @@ class LocalChannel:
         numbers: tuple[float, ...] = (),
     ) -> None:
         """Carry out a request, as of `Channel.start`."""
+        self.enter(call)
         store = self._store
         if op == Op.ALLOCATE:
             store.allocate(variables, data[1])
         elif op == Op.NAME_LIST:
-            self._lists[variables], self._read.values = data[0].tolist(), [np.full(data[0].size, -1)]
+            self._lists[variables], self._values = data[0].tolist(), [np.full(data[0].size, -1)]
         elif op == Op.NAME_RULE:
             self.number = store.number_of_rule(from_json(data[0]))
         elif op == Op.CHANGE_ROWS:
@@ -151,7 +158,7 @@ class LocalChannel:
                 if errors:
                     raise errors[0]
             else:
-                self._read.values = [stored.value[data[0]] if data else stored.value for stored in found]
+                self._values = [stored.value[data[0]] if data else stored.value for stored in found]
 
     def make_room(self) -> None:
         """Do nothing: all requests are carried out."""
@@ -160,7 +167,7 @@ class LocalChannel:
         """Copy the values into arrays."""
         if not arrays:
             return
-        values, self._read.values = self._read.values, []  # else they would keep memory
+        values, self._values = self._values, []  # else they would keep memory
         for array, value in zip(arrays, values, strict=True):
             array[...] = value
 
