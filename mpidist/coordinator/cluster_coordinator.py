@@ -233,6 +233,7 @@ class ClusterCoordinator:
 
     def _require_chief(self, call: str) -> None:
         parts_of(self._strategy).group.require_open(call)
+        self._caller.servers.enter(call)
         self._caller.servers.require_no_function(call)
         if not self._is_chief:
             raise RuntimeError(f"{call} on a worker that is not the chief: the chief schedules, the others serve()")

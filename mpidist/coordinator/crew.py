@@ -164,6 +164,7 @@ class Crew:
                 self._await_workers(what)
             return condition()
 
+        self._group.enter(what)
         self._require_whole()
         self._group.begin_wait(what, (), timeout or self._group.timeout_seconds or None)
         poll(is_done, self._group.watchdog.check_peers)

@@ -205,6 +205,10 @@ class ParameterClient:
         self._pushes: dict[int, int] | None = {}  # of each variable; `None` once a step was ended
         self._step_error = ""
 
+    def enter(self, call: str) -> None:
+        """Check that this thread may make a call. Local."""
+        self._channels[0].enter(call)
+
     def require_no_function(self, call: str) -> None:
         """Raise if this worker makes a call of all, or of the chief, in a function that was scheduled. Local."""
         if self.function:

@@ -1,5 +1,6 @@
 """The chief schedules functions, the other workers call them, and their results and errors come back."""
 
+import threading
 import time
 from contextlib import suppress
 
@@ -288,6 +289,37 @@ def test_per_worker_dataset_refuses_other_objects(strategy):
             coordinator.schedule(take, (iter(dataset),)).fetch()
         with pytest.raises(TypeError, match="must return a data set"):
             coordinator.join()
+
+
+@pytest.mark.ranks(1, 3)
+def test_coordinator_refuses_calls_of_a_second_thread(comm):
+    """Two threads that schedule at once would take each other's results."""
+
+    def work(coordinator):
+        has_called, is_over = threading.Event(), threading.Event()
+
+        def first():
+            HERE["value"] = coordinator.schedule(add, args=(1.0,))
+            has_called.set()
+            is_over.wait()
+
+        thread = threading.Thread(target=first, name="first")
+        thread.start()
+        has_called.wait()
+        calls = (lambda: coordinator.schedule(add, args=(1.0,)), coordinator.join, coordinator.done)
+        try:
+            for call in calls:
+                with pytest.raises(RuntimeError, match="but thread 'first' makes this strategy's calls"):
+                    call()
+        finally:
+            is_over.set()
+            thread.join()
+        coordinator.join()
+        return HERE["value"].fetch(), HERE["variable"].numpy().tolist()
+
+    result = coordinate(comm, work)
+    if comm.rank == 0:
+        assert result[1] == [1, 1]
 
 
 @pytest.mark.ranks(3)

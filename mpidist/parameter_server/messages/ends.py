@@ -98,6 +98,10 @@ class Channel:
         self._errors: list[Exception] = []  # of requests, which nobody was told
         self._test_all: Callable[[Any], bool] = mpi.Request.Testall
 
+    def enter(self, call: str) -> None:
+        """Check that this thread may make a call. Local."""
+        self._group.enter(call)
+
     def start(
         self,
         call: str,

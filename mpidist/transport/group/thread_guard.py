@@ -21,7 +21,13 @@ IN_A_FORK: Final = (  # behind the name of a call
 
 _forbidden: Final = threading.local()
 
-_CALLS: Final = ("mpidist.collectives.", "mpidist.cross_device_ops.", "mpidist.parameter_server.", "mpidist.transport.")
+_CALLS: Final = (
+    "mpidist.collectives.",
+    "mpidist.coordinator.",
+    "mpidist.cross_device_ops.",
+    "mpidist.parameter_server.",
+    "mpidist.transport.",
+)
 _END_SECONDS: Final = 10.0  # how long a call of another thread may take once the program has ended
 # How long a function may take that garbage collection calls, as to give back memory, or a thread to end.
 _MOMENT_SECONDS: Final = 1.0
