@@ -71,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write(path: Path, job: JobTrace) -> int:
     """Write the events, one on a line. Returns how many there are."""
-    partial, num_events = path.with_name(f"{path.name}.{os.getpid()}"), 0
+    target, num_events = Path(os.path.realpath(path)), 0
+    is_file = path.is_file() or not path.exists()  # no pipe or device, which a rename would replace
+    partial = target.with_name(f"{target.name}.{os.getpid()}") if is_file else path
     try:
         with gzip.open(partial, "wt") if path.suffix == ".gz" else partial.open("w") as file:
             separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
@@ -79,10 +81,12 @@ def _write(path: Path, job: JobTrace) -> int:
                 file.write(separator + json.dumps(event, separators=(",", ":")))
                 separator, num_events = ",\n", num_events + 1
             file.write("\n]}\n")
-        partial.replace(path)  # readers find a whole file
+        if is_file:
+            partial.replace(target)  # readers find a whole file
     except OSError as error:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            if is_file:
+                partial.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error.strerror}; name another file with -o") from error
     return num_events
 

@@ -1,6 +1,7 @@
 """`python -m mpidist trace merge`: who waited for whom, told from files with known answers."""
 
 import json
+import os
 
 import pytest
 from support.trace_events import process_of, read_events
@@ -271,3 +272,18 @@ def test_newest_trace_is_taken_and_the_file_named_is_written(tmp_path, merge):
     (tmp_path / "folder").mkdir()
     merge("-o", str(tmp_path / "folder"))
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["trace.json"]
+
+
+def test_trace_merge_output_to_a_link_or_a_pipe_keeps_it(tmp_path, merge):
+    """A rename would put a file in the place of `/dev/stdout`."""
+    write(tmp_path / "one", 0, EARLY, size=1)
+    (tmp_path / "link.json").symlink_to("out.json")
+    merge("-o", str(tmp_path / "link.json"))
+    assert (tmp_path / "link.json").is_symlink()
+    assert read_events(tmp_path / "out.json")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    merge("-o", str(tmp_path / "pipe"))
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.read(reader, 1 << 16) == (tmp_path / "out.json").read_bytes()
+    os.close(reader)

@@ -162,7 +162,7 @@ FAULTS = [
     ),
     Fault(
         "trace/command.py",
-        "        partial.replace(path)  # readers find a whole file",
+        "        partial.replace(target)  # readers find a whole file",
         "        partial.rename(path.with_name(path.name + '.new'))",
         "the merged trace is under another name",
     ),
