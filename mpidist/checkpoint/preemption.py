@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 _CALL: Final = "check for preemption"
 _END_OF_JOB: Final = "SLURM_JOB_END_TIME"
 _TRY_AGAIN: Final = 75  # EX_TEMPFAIL
-_STEPS_PER_ROUND: Final = 16  # where the calls of a step carry no notice
+_STEPS_PER_ROUND: Final = 16  # where a step makes no calls, or they carry no notice
 _MOST_GRACE: Final = 0.1  # of the time that is left, so that a short job makes steps, too
 
 
@@ -85,7 +85,7 @@ class PreemptionCheckpointHandler:
         self._extended: Any = parts_of(manager.checkpoint.strategy)
         self._rank: int = self._extended.group.topology.rank
         self._end = _end_of_time(time_limit_seconds, grace_seconds, warns=self._rank == 0)
-        self._reason = ""
+        self._reason, self._sequence = "", -1  # `_sequence`: the last call before the latest 16 steps
         self._handlers_before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         for number in self._signals:
             job_abort.release_signal(number)
@@ -100,7 +100,7 @@ class PreemptionCheckpointHandler:
         batch in `fn`: one that was drawn before counts as seen.
 
         Args:
-            fn: The step, which makes collective calls. A notice goes with them.
+            fn: The step. A notice goes with its collective calls; if there are none, with a call in every 16th step.
             args: Its arguments.
             kwargs: Its keyword arguments.
 
@@ -135,7 +135,10 @@ class PreemptionCheckpointHandler:
             notice.decide([(notice.step - 1, notice.reason)])
         if notice.stop_step is not None and notice.step >= notice.stop_step:
             self._leave(notice.reason)
-        if not agreement.compares_all_calls and notice.step % _STEPS_PER_ROUND == 0:
+        if notice.step % _STEPS_PER_ROUND == 1:
+            self._sequence = agreement.sequence
+        has_carrier = agreement.compares_all_calls and agreement.sequence != self._sequence
+        if notice.step % _STEPS_PER_ROUND == 0 and not has_carrier:
             self._extended.agree(_CALL, {}, variant=1)
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:

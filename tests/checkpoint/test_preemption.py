@@ -53,6 +53,13 @@ def save(number=None):
 manager.save = save
 train(before_call=lambda step: rank == 1 and step == 2 and send())
 """
+WITHOUT_CALLS = """
+handler = mpidist.experimental.PreemptionCheckpointHandler(manager)
+for checkpoint.step in range(100):
+    if rank == 1 and checkpoint.step == 2:
+        send()
+    handler.run(total.assign_add, np.full(3, 2.0))
+"""
 AT_ONE_RANK = "train(before_call=lambda step: rank == 1 and step == 2 and send())"
 SIGNALS = {
     "over messages": (AT_ONE_RANK, 3),
@@ -67,6 +74,7 @@ SIGNALS = {
     "before the first step": ("train(before_call=lambda step: step == 0 and rank == 0 and send())", 1),
     "while it saves": (WHILE_SAVING, 3),
     "at the end of its time": ("train(time_limit_seconds=0.0 if rank == 1 else None)", 1),
+    "in steps without calls": (WITHOUT_CALLS, 16),
     "in another scope": ("with strategy:\n    train(before_call=lambda step: rank == 1 and step == 2 and send())", 3),
 }
 
