@@ -46,11 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write-scripts", metavar="FOLDER", help="write all job scripts there, and submit nothing")
     parser.add_argument("script", nargs="?", help="the program of all ranks")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    parser.set_defaults(own_options=frozenset(parser._option_string_actions))
+    parser.set_defaults(own_options=frozenset(parser._option_string_actions), parse=parser.parse_known_args)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job, and return the exit status of sbatch."""
+    while (arguments.script or "").startswith("--"):  # to argparse --job-name='my run' is no option, for its space
+        arguments.unknown.append(arguments.script)
+        words, arguments.script, arguments.arguments = arguments.arguments, None, []
+        arguments.unknown += arguments.parse(words, arguments)[1]
     if arguments.write_scripts is not None:
         return _write_scripts(Path(arguments.write_scripts))
     command = _command(arguments)

@@ -129,6 +129,14 @@ def test_numbers_that_cannot_be(capsys, arguments):
 
 
 @pytest.mark.usefixtures("tools")
+def test_sbatch_option_with_a_space_is_passed_on(capsys):
+    options = ["--job-name=my run", "--mem=64G", "--nodes=2", "--comment=for the page"]
+    words = would_submit(capsys, "--requeue", *options, "train.py", "--title=a b")
+    assert words[1:6] == ["sbatch", "--nodes=2", options[0], options[1], options[3]]
+    assert words[7:] == ["train.py", "--title=a b"]
+
+
+@pytest.mark.usefixtures("tools")
 def test_option_behind_the_program_is_warned_of(capsys):
     assert run_command(["sbatch", "--dry-run", "train.py", "--epochs", "3", "--nodes=8", "-p", "x"]) == 0
     assert "--nodes=8, -p behind train.py goes to the program" in capsys.readouterr().err
