@@ -119,5 +119,8 @@ def _program(arguments: argparse.Namespace) -> list[str]:
             raise RefusedError(f"there is no file {name} in {Path.cwd()}")
         return [sys.executable, *words]
     if shutil.which(name) is None:
+        if Path(name).is_file():
+            why = "is no command on PATH, and its name does not end in .py"
+            raise RefusedError(f"{name} {why}: give `python {name}`, or make it executable and give its path")
         raise RefusedError(f"there is no program {name}: give a Python file, or a command on PATH")
     return words

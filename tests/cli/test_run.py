@@ -115,6 +115,7 @@ def test_run_in_an_instance_of_flux_uses_flux_run(program, capsys, monkeypatch):
         (["train.py"], {}, "how many ranks? Give -n, as in `mpidist run -n "),
         (["-n", "2", "none.py"], {}, "there is no file none.py in "),
         (["-n", "2", "none"], {}, "there is no program none: "),
+        (["-n", "2", "text"], {}, "text is no command on PATH, and its name does not end in .py: give `python text`"),
         (["-n", "2", "train.py"], {"PMI_RANK": "1", "PMI_SIZE": "2"}, "this process is a rank already: "),
         (["-n", "0", "train.py"], {}, "'0' is no number of 1 or more"),
         (["-n", "1", "--max-restarts", "1", "train.py"], {"MPIDIST_EXIT_CODE_FILE": "."}, "must be a file that "),
@@ -123,6 +124,7 @@ def test_run_in_an_instance_of_flux_uses_flux_run(program, capsys, monkeypatch):
 )  # fmt: skip
 def test_run_refuses_wrong_arguments_with_advice(capsys, monkeypatch, arguments, variables, text):
     Path("srun").touch(mode=0o755)
+    Path("text").touch(mode=0o644)
     for name, value in {**variables, "PATH": f"{Path.cwd()}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)
     try:
