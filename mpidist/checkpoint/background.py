@@ -112,7 +112,7 @@ def _finish_before_abort() -> None:
     release_all()
 
 
-open_groups.call_before_abort(_finish_before_abort)
+open_groups.before_abort.append(_finish_before_abort)
 
 
 def _wait_for_parts(save: Save) -> None:

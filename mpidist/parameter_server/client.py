@@ -220,7 +220,7 @@ class ParameterClient:
     def begin_use(self, call: str) -> None:
         """Require that the servers serve no other strategy that this worker uses, and remember the use. Local."""
         if self._group is not None and not self._group.servers:
-            servers = self._group.in_world(channel.rank for channel in self._channels)
+            servers = self._group.membership.in_world(channel.rank for channel in self._channels)
             require_unused(call, servers)
             self._group.servers = servers
 

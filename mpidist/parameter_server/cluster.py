@@ -149,7 +149,7 @@ class Role(Peers):
         group = ServiceGroup.from_mpi(comm, members) if len(members) > 1 else None
         role = cls(roles, comm.rank, group, [report[3] for report in reports])
         if group is None:
-            open_groups.add_alone(role)
+            open_groups.alone.add(role)
         else:
             role._connect(group, members, fields)
         return role
@@ -223,7 +223,7 @@ class Role(Peers):
             if self.servers is not None:
                 missing = self.servers.close(error)
         if group is None:
-            open_groups.remove_alone(self)
+            open_groups.alone.discard(self)
         elif self.server is not None and group.is_open:
             self._end_server(group, self.server, error)
         return missing if problem is None or error is not None else problem

@@ -150,7 +150,7 @@ class Membership:
     def _too_late(self, worker: int, text: str, late: list[int]) -> Answer:
         """Reply that a worker has waited too long; others that wait with it, perhaps for less, get the same."""
         text = f"{name_ranks([self.ranks[worker]])} waited {self._timeout or 0:g} s, and {text}"
-        return Outcome.TOO_LATE, "\n  ".join([text, *self._group.status_lines(late)])
+        return Outcome.TOO_LATE, "\n  ".join([text, *self._group.membership.status_lines(late)])
 
     def _warn_of_slowest(self, worker: int) -> None:
         """Warn that a worker waits to read; of the workers that are late at a step, once."""
@@ -162,7 +162,7 @@ class Membership:
 
     def _warn(self, call: str, workers: Iterable[int], text: str, late: list[int]) -> None:
         who = name_ranks([self.ranks[worker] for worker in sorted(workers)])
-        reason = "; ".join([text, *self._group.status_lines(late)])
+        reason = "; ".join([text, *self._group.membership.status_lines(late)])
         logger.warning(
             "mpidist: %s of %s has waited for %.0f s, and %s", call, who, self._group.settings.stall_seconds, reason
         )

@@ -76,7 +76,7 @@ def note(what, **more):
         file.write(line + "\\n")
 
 def recorded_seconds():  # of the last call, by the flight recorder
-    last = parts_of(strategy).group.flights()[rank].entries[-1]
+    last = parts_of(strategy).group.membership.flights()[rank].entries[-1]
     return (abs(last.ended) - last.begun) / 1e9
 
 def await_notes(what, *ranks):  # the job's limit ends a wait in vain

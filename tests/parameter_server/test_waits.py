@@ -99,7 +99,7 @@ def test_status_of_a_server_names_its_last_request(strategy, comm):
         if strategy.is_chief:
             variable.numpy()
         time.sleep(0.01)
-        (text,) = role.group.status_lines([server])
+        (text,) = role.group.membership.status_lines([server])
     start = f"rank {server}: is in the middle of serve() (parameter server 0 (rank {server}): "
     assert text.startswith(start)
     strategy.barrier()

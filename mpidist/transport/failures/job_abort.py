@@ -387,7 +387,8 @@ def _save_on_signal(number: int, frame: FrameType | None) -> None:
 
 def _abort(job: _Job, code: int) -> None:
     try:
-        open_groups.finish()
+        for finish in open_groups.before_abort:
+            finish()
     except BaseException as problem:  # Ctrl-C, for example: the job must end nevertheless
         write_lines(f"{text_of(problem)}, while the job ended\n", job.prefix)
     time.sleep(FORWARD_SECONDS)

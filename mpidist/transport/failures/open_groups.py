@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -22,11 +21,10 @@ from mpidist.transport.text import count_text, last_line, name_ranks
 __all__ = [
     "OpenGroup",
     "add",
-    "add_alone",
+    "alone",
     "advance_others",
-    "call_before_abort",
+    "before_abort",
     "failed",
-    "finish",
     "have_others_acknowledged",
     "is_thread_of_a_group",
     "is_any_dispensable",
@@ -37,14 +35,12 @@ __all__ = [
     "num_open",
     "num_strategies",
     "opened",
-    "record_build_failure",
     "remove",
-    "remove_alone",
     "require_no_build_failure",
     "require_unused",
     "save",
     "save_flights",
-    "save_with",
+    "savers",
     "tell_end",
     "unbuilt",
 ]
@@ -54,10 +50,12 @@ class OpenGroup(ABC):
     """A group of several ranks that this process is in.
 
     Attributes:
+        membership: This rank's `Membership`.
         owner: The user's kind of object that has it, for errors.
         servers: Ranks, as numbered in the whole job, that serve this group alone until this rank leaves it.
     """
 
+    membership: Any
     owner = "strategy"
     servers: frozenset[int] = frozenset()
 
@@ -68,12 +66,13 @@ class OpenGroup(ABC):
         Returns the error of what the program has started, and has not waited for.
         """
 
-    @abstractmethod
     def wait_for_peers_at_exit(self) -> str | None:
         """Wait a while until all ranks of a failed group can finalize MPI; return `None`, or why they cannot.
 
         The text is empty if a lower rank reports it.
         """
+        reason: str | None = self.membership.wait_for_peers_at_exit()
+        return reason
 
     @abstractmethod
     def disown(self) -> None:
@@ -95,25 +94,17 @@ class OpenGroup(ABC):
         raise RuntimeError("other ranks cannot continue without this one")
 
     @abstractmethod
-    def flights(self) -> Mapping[int, GroupFlight]:
-        """Read the flight recorders of this rank, and of ranks of its node that are late, by rank of the world."""
-
-    @property
-    @abstractmethod
-    def folder(self) -> Path | None:
-        """The folder for flight recorders; `None` if none are written."""
-
-    @abstractmethod
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls."""
 
 
 opened: Final[list[OpenGroup]] = []
 failed: Final[list[OpenGroup]] = []  # closed, but not by all ranks together: some ranks may never finalize MPI
-_alone: Final[WeakSet[Any]] = WeakSet()  # of this process alone; forgotten, if the program forgets them
-unbuilt: Final[list[str]] = []  # why groups could not be built
-_before_abort: Final[list[Callable[[], None]]] = []  # finish what a job that an error ends should not lose
-_savers: Final[list[Callable[[], str]]] = []  # write files, and return how to read them, for people; "" for none
+# Of this process alone, where a larger job has several ranks; forgotten, if the program forgets them.
+alone: Final[WeakSet[Any]] = WeakSet()
+unbuilt: Final[list[str]] = []  # why groups could not be built: MPI_Finalize would hang, so the job is aborted at exit
+before_abort: Final[list[Callable[[], None]]] = []  # finish what a job that an error ends should not lose
+savers: Final[list[Callable[[], str]]] = []  # write files, and return how to read them, for people; "" for none
 
 
 def add(group: OpenGroup) -> None:
@@ -130,11 +121,6 @@ def remove(group: OpenGroup, has_failed: bool) -> None:
         opened.remove(group)
     if has_failed and group not in failed:
         failed.append(group)
-
-
-def record_build_failure(reason: str) -> None:
-    """Record that building a group failed; MPI_Finalize would hang, so the job is aborted at exit."""
-    unbuilt.append(reason)
 
 
 def require_no_build_failure() -> None:
@@ -160,22 +146,12 @@ def require_unused(call: str, ranks: frozenset[int]) -> None:
 
 def num_open(or_alone: bool = False) -> int:
     """Count the groups of several ranks that this process has made and not closed. `or_alone`: also those of one."""
-    return len(opened) + or_alone * len(_alone)
+    return len(opened) + or_alone * len(alone)
 
 
 def num_strategies() -> int:
     """Count the strategies of several ranks that this process has made and not closed."""
     return sum(group.owner == OpenGroup.owner for group in opened)
-
-
-def add_alone(group: object) -> None:
-    """Register a group that would be of several ranks, had the job more than one, until `remove_alone`."""
-    _alone.add(group)
-
-
-def remove_alone(group: object) -> None:
-    """Unregister a group of one rank, if it is one."""
-    _alone.discard(group)
 
 
 def is_thread_of_a_group() -> bool:
@@ -244,16 +220,6 @@ def _watches(groups: Iterable[OpenGroup]) -> Iterator[Watchdog]:
     return filter(None, (group.watch() for group in groups))
 
 
-def call_before_abort(function: Callable[[], None]) -> None:
-    """Register a function that is called before an error of this process ends the whole job."""
-    _before_abort.append(function)
-
-
-def save_with(saver: Callable[[], str]) -> None:
-    """Call a function when flight recorders are written, and before this process ends; it returns what to print."""
-    _savers.append(saver)
-
-
 def save_flights(reason: str, end: BaseException | None = None) -> str:
     """Write the flight recorders of this rank, and of late ranks of its node; return how to read them. Local.
 
@@ -261,12 +227,12 @@ def save_flights(reason: str, end: BaseException | None = None) -> str:
     """
     save()
     groups = (*opened, *failed)
-    folders = [group.folder for group in groups if group.folder is not None]
+    folders = [folder for group in groups if (folder := group.membership.folder) is not None]
     if not folders:
         return ""
     flights: dict[int, list[GroupFlight]] = {}
     for group in groups:
-        for rank, flight in group.flights().items():
+        for rank, flight in group.membership.flights().items():
             flights.setdefault(rank, []).append(flight)
     own = load_mpi().COMM_WORLD.Get_rank()
     pids = {rank: of_rank[0].pid for rank, of_rank in flights.items() if of_rank[0].process == RUNNING}
@@ -282,15 +248,9 @@ def save_flights(reason: str, end: BaseException | None = None) -> str:
         return f"the last calls could not be written to {folders[0]}: {error.strerror}"
 
 
-def finish() -> None:
-    """Call what `call_before_abort` has registered."""
-    for function in _before_abort:
-        function()
-
-
 def save() -> list[str]:
-    """Call what `save_with` has registered, and return what to print."""
-    return [text for saver in _savers if (text := saver())]
+    """Call all `savers`, and return what to print."""
+    return [text for saver in savers if (text := saver())]
 
 
 def leave_to_parent() -> None:

@@ -100,7 +100,7 @@ def _wait_for_all(comm: Intracomm, settings: Settings) -> None:
         now = time.monotonic()
         text = f"building a strategy on rank {comm.rank} has waited {now - start:.0f} s, and not all {comm.size} ranks"
         if timeout and now - start >= timeout:
-            open_groups.record_build_failure("not all ranks came to build a strategy")
+            open_groups.unbuilt.append("not all ranks came to build a strategy")
             raise DeadlineExceededError(
                 f"{text} came to build it{_places_here()}. Every rank must build the same strategies in the same "
                 "order; see which rank's program has ended, or does not come this far"
@@ -118,7 +118,7 @@ def _wait_for_all(comm: Intracomm, settings: Settings) -> None:
         except (DeadlineExceededError, SystemExit, load_mpi().Exception):  # an exit builds no other one
             raise
         except BaseException as error:  # Ctrl-C, for example: the next strategy would join the barrier of this one
-            open_groups.record_build_failure(f"building a strategy was interrupted by {type(error).__name__}")
+            open_groups.unbuilt.append(f"building a strategy was interrupted by {type(error).__name__}")
             raise
 
 

@@ -69,7 +69,7 @@ class Membership:
             self._board = StatusBoard(node, topology.nodes[topology.node])
         self._exit_comm = comm.Dup()  # for the one barrier at exit: no call was ever abandoned in it
         if topology.size == 1:
-            open_groups.add_alone(self)
+            open_groups.alone.add(self)
         self._reset_watchdog = self.make_call_watchdog(comm, "End the job, and start it again")
         self.trace: Trace | None = None
         if settings.trace:
@@ -192,7 +192,7 @@ class Membership:
         return barrier.wait()
 
     def flights(self) -> dict[int, GroupFlight]:
-        """See `OpenGroup.flights`."""
+        """Read the flight recorders of this rank, and of ranks of its node that are late, by rank of the world."""
         board, size = self._board, self._topology.size
         own = board.status(board.rank)
         at = 0 if own.last is None else own.last.sequence
@@ -220,7 +220,7 @@ class Membership:
 
     def free(self) -> None:
         """Free the communicator and the board. Collective."""
-        open_groups.remove_alone(self)
+        open_groups.alone.discard(self)
         self.end_trace()
         self._exit_comm.Free()
         self.comm.Free()

@@ -6,8 +6,7 @@ time. Its `AwaitedPeers` lists the ranks that a rank waits for, and the ends of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from types import NoneType
 from typing import Any, Final, TypeGuard, cast, final
 
@@ -15,7 +14,6 @@ from mpidist.errors import DeadlineExceededError, UnavailableError
 from mpidist.transport.failures import open_groups
 from mpidist.transport.failures.awaited_peers import AwaitedPeers
 from mpidist.transport.failures.exit_code import ends_normally
-from mpidist.transport.failures.flight_files import GroupFlight
 from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.group.discovery import await_ranks, discover
@@ -59,9 +57,11 @@ class ServiceGroup(OpenGroup):
         is_needed: Whether the group cannot continue without this rank.
     """
 
+    membership: Membership
+
     def __init__(self, membership: Membership, topology: Topology, settings: Settings) -> None:
         self.topology, self.settings = topology, settings
-        self._membership, self.awaited = membership, AwaitedPeers()
+        self.membership, self.awaited = membership, AwaitedPeers()
         self.comm = membership.comm.Dup()
         self._notes_comm = membership.comm.Dup()
         self.ranks = ranks_in_world(self.comm)
@@ -89,16 +89,12 @@ class ServiceGroup(OpenGroup):
         settings, topology, token = discover(own)
         return cls(Membership(own, topology, token, settings), topology, settings)
 
-    def in_world(self, ranks: Iterable[int]) -> frozenset[int]:
-        """Number some ranks as they are numbered in the whole job. Local."""
-        return self._membership.in_world(ranks)
-
     def share_memory(self, nbytes: int) -> None:
         """Share memory on all nodes, if all can: set `arena`, of which this rank takes `nbytes` at once. Collective."""
         topology, transport = self.topology, self.settings.transport
         if transport == "mpi" or max(topology.node_sizes) == 1:
             return
-        comm, reason = self._membership.comm, None
+        comm, reason = self.membership.comm, None
         try:
             with on_node(comm, topology) as node:
                 self.arena = None if node is None else SharedArena(node, nbytes)
@@ -150,7 +146,7 @@ class ServiceGroup(OpenGroup):
             self.arena.free()
         self.comm.Free()
         self._notes_comm.Free()
-        self._membership.free()
+        self.membership.free()
 
     def abandon(self, has_ended: bool = False) -> None:
         """Leave the group without freeing what only all ranks together can free. Local.
@@ -161,8 +157,8 @@ class ServiceGroup(OpenGroup):
             return
         self._is_gone = True
         open_groups.remove(self, has_failed=True)
-        if self._membership.trace is not None:
-            self._membership.trace.end()
+        if self.membership.trace is not None:
+            self.membership.trace.end()
         if self.arena is not None and has_ended:
             self.arena.free()
         elif self.arena is not None:
@@ -205,8 +201,8 @@ class ServiceGroup(OpenGroup):
     def wait_for_peers_at_exit(self) -> str | None:
         """See `OpenGroup.wait_for_peers_at_exit`."""
         if self.may_miss_ranks:
-            return self._membership.wait_for_live_peers_at_exit()  # for ever, as they may have hours of work left
-        return self._membership.wait_for_peers_at_exit()
+            return self.membership.wait_for_live_peers_at_exit()  # for ever, as they may have hours of work left
+        return self.membership.wait_for_peers_at_exit()
 
     def disown(self) -> None:
         """See `OpenGroup.disown`."""
@@ -223,7 +219,7 @@ class ServiceGroup(OpenGroup):
         Any other error is raised: a loss is reported by MPI, or the process of the rank is gone.
         """
         is_of_mpi = isinstance(error, load_mpi().Exception)
-        if not (is_process_failure(error) or (is_of_mpi and rank in self._membership.gone())):
+        if not (is_process_failure(error) or (is_of_mpi and rank in self.membership.gone())):
             raise error
         if rank in self.awaited.dispensable:
             self.watchdog.go_on_without((rank,))
@@ -231,19 +227,6 @@ class ServiceGroup(OpenGroup):
             raise repeat_of(self.watchdog.broken)
         else:
             self.watchdog.give_up(f"MPI has found that the process of rank {rank} has failed")
-
-    def status_lines(self, ranks: Iterable[int]) -> list[str]:
-        """Describe the state of each of some ranks, if it is on this node. Local."""
-        return self._membership.status_lines(ranks)
-
-    def flights(self) -> Mapping[int, GroupFlight]:
-        """See `OpenGroup.flights`."""
-        return self._membership.flights()
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the flight recorders."""
-        return self._membership.folder
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls."""

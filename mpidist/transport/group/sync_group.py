@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from threading import Thread
 from typing import Any, Final, final
 
@@ -20,7 +19,6 @@ from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.failures import job_abort, open_groups
 from mpidist.transport.failures.exit_code import ends_normally
-from mpidist.transport.failures.flight_files import GroupFlight
 from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.process_end import end_without_mpi
 from mpidist.transport.failures.watchdog import Watchdog
@@ -66,6 +64,8 @@ class SyncGroup(OpenGroup):
         agreement: Checks that all ranks make the same calls.
         on_rank_lost: What may follow the loss of a rank: the argument of the strategy.
     """
+
+    membership: Membership | None
 
     def __init__(
         self, membership: Membership | None, topology: Topology, settings: Settings, cost_model: CostModel
@@ -413,10 +413,6 @@ class SyncGroup(OpenGroup):
         self._connect_alone()  # drops the old levels, and so their memory; the membership stays until the program ends
         self.shared = SharedArrays(self.levels.within_node)
 
-    def wait_for_peers_at_exit(self) -> str | None:
-        """See `OpenGroup.wait_for_peers_at_exit`."""
-        return None if self.membership is None else self.membership.wait_for_peers_at_exit()
-
     def advance(self) -> None:
         """See `OpenGroup.advance`."""
         if (self.calls.queue or self.calls.launched) and self.is_of_this_thread():
@@ -433,15 +429,6 @@ class SyncGroup(OpenGroup):
     def watch(self) -> Watchdog | None:
         """See `OpenGroup.watch`."""
         return None if self._is_finalized() else self._watchdog
-
-    def flights(self) -> Mapping[int, GroupFlight]:
-        """See `OpenGroup.flights`."""
-        return {} if self.membership is None else self.membership.flights()
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the flight recorders."""
-        return None if self.membership is None else self.membership.folder
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls."""

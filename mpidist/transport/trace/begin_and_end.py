@@ -84,5 +84,5 @@ def _save() -> str:
     return f"waits of the calls: python -m mpidist trace merge {os.path.relpath(_of_job[0])}" if _of_job else ""
 
 
-open_groups.save_with(_save)
+open_groups.savers.append(_save)
 os.register_at_fork(after_in_child=_of_job.clear)

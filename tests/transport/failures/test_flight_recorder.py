@@ -82,7 +82,7 @@ def test_flight_recorder_has_calls_of_a_strategy(comm):
     with Strategy(comm=comm) as strategy:
         strategy.reduce("SUM", [np.ones(1000, np.float32), np.ones(3, np.float32)])
         strategy.gather(np.ones(3), 0)
-        flight = parts_of(strategy).group.flights()[comm.rank]
+        flight = parts_of(strategy).group.membership.flights()[comm.rank]
         calls = [(its.call, its.details, its.state) for its in flight.entries]
         assert calls[0][0] == "MultiWorkerMirroredStrategy"
         assert calls[1][0] == "reduce"
