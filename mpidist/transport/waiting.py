@@ -20,11 +20,10 @@ __all__ = [
     "complete",
     "is_pausing",
     "never_free",
-    "observe_waits",
+    "observers",
     "pausing",
     "poll",
     "poll_or_keep",
-    "tell_wait",
 ]
 
 logger = logging.getLogger(__name__)
@@ -44,11 +43,8 @@ _LONG_WAIT_SECONDS: Final = 1.0  # after which time of waiting naps are long
 _NAPS_IN_A_WAIT: Final = 64
 
 
-@final
-class _Observer:
-    """Observer of all waits of this process, set by `observe_waits`."""
-
-    tell: Callable[[int, int], None] | None = None
+# Called after each wait of this process, with begin and end in nanoseconds of the monotonic clock.
+observers: Final[list[Callable[[int, int], None]]] = []
 
 
 @final
@@ -86,17 +82,6 @@ class Patience:
                 logger.warning("mpidist: %s has taken %.0f s by now; %s", what, waited, advice)
 
         return check
-
-
-def observe_waits(tell: Callable[[int, int], None] | None) -> None:
-    """Set the function that is called after each wait, with begin and end in nanoseconds of the monotonic clock."""
-    _Observer.tell = tell
-
-
-def tell_wait(begun: int, ended: int) -> None:
-    """Report a wait to the observer, if there is one."""
-    if _Observer.tell is not None:
-        _Observer.tell(begun, ended)
 
 
 @contextmanager
@@ -137,7 +122,7 @@ def poll(
             pause(has_progressed, is_busy)
             has_progressed = False
         return
-    if _Observer.tell is not None:
+    if observers:
         test = _observed_test(test)
     for _ in range(_SPINS_OF_A_MESSAGE if is_message else SPINS):
         if test():
@@ -153,7 +138,7 @@ def poll(
 def complete(steps: Generator[int, None, _T], check_peers: Callable[[], None]) -> _T:
     """Run a generator that yields, where it has to wait, a number that changes with progress; return its result."""
     at, spun, start, pause = -1, 0, 0.0, _PAUSING.pause
-    if _Observer.tell is not None and pause is None:
+    if observers and pause is None:
         steps = _observed_steps(steps)
     try:
         while True:
@@ -200,20 +185,25 @@ def never_free(memory: tuple[Any, ...]) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
+def _tell_wait(begun: int, ended: int) -> None:
+    for observe in tuple(observers):  # one may be the last of a trace, which then ends
+        observe(begun, ended)
+
+
 def _observed_test(test: Callable[[], bool]) -> Callable[[], bool]:
     begun = time.monotonic_ns()
 
     def observed() -> bool:
         if not test():
             return False
-        tell_wait(begun, time.monotonic_ns())
+        _tell_wait(begun, time.monotonic_ns())
         return True
 
     return observed
 
 
 def _observed_steps(steps: Generator[int, None, _T]) -> Generator[int, None, _T]:
-    """Tell the observer of each wait: from a step that returns a new number to the last one that returns the same."""
+    """Report each wait: from a step that returns a new number to the last one that returns the same."""
     at, begun, called = -1, 0, 0
     try:
         while True:
@@ -221,12 +211,12 @@ def _observed_steps(steps: Generator[int, None, _T]) -> Generator[int, None, _T]
             now = next(steps)
             if now != at:
                 if begun:
-                    tell_wait(begun, called)
+                    _tell_wait(begun, called)
                 at, begun = now, time.monotonic_ns()
             yield now
     except StopIteration as end:
         if begun:
-            tell_wait(begun, called)
+            _tell_wait(begun, called)
         result: _T = end.value
         return result
 

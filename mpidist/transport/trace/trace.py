@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 from mpidist.transport.failures.flight_recorder import FlightRecorder
 from mpidist.transport.trace.clocks import ClockSample
-from mpidist.transport.waiting import observe_waits
+from mpidist.transport.waiting import observers
 
 __all__ = ["TRACE_VERSION", "Trace", "write_all"]
 
@@ -53,7 +53,7 @@ class Trace:
         self._append({"version": TRACE_VERSION, **header, "time": now, "wall": time.time_ns() - now, "clocks": clocks})
         _open.append(self)
         self.recorder.after_begin = self._write_if_due
-        observe_waits(_add_wait)
+        observers.append(self._add_wait)
 
     def enter(self) -> None:
         """Record that this rank enters a call: its work from then until it joins the call is staging."""
@@ -94,7 +94,7 @@ class Trace:
         self._stop()
         self.path.unlink()
 
-    def add_wait(self, begun: int, ended: int) -> None:
+    def _add_wait(self, begun: int, ended: int) -> None:
         """Record that this rank has waited for others."""
         if ended - begun >= _LEAST_WAIT:
             self._waits += (begun, ended)
@@ -122,18 +122,12 @@ class Trace:
         if self in _open:
             _open.remove(self)
             self.recorder.after_begin = None
-        if not _open:
-            observe_waits(None)
+            observers.remove(self._add_wait)
         os.close(self._file)
         self._file = -1
 
 
 _open: Final[list[Trace]] = []
-
-
-def _add_wait(begun: int, ended: int) -> None:
-    for trace in _open:
-        trace.add_wait(begun, ended)
 
 
 def write_all() -> None:
