@@ -22,7 +22,7 @@ from tempfile import TemporaryFile
 from threading import RLock, Thread
 from typing import Final, NamedTuple, final
 
-from mpidist.transport.failures.process_state import GONE, RUNNING, UNKNOWN, Process
+from mpidist.transport.failures.status_board import GONE, RUNNING, UNKNOWN, Process
 from mpidist.transport.trace.clocks import name_clock
 
 __all__ = ["FolderLock", "release_all"]

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import final
 
 from mpidist.transport.failures.failure_notes import ENDED, FOLLOWS, GAVE_UP, LEFT, FailureNote
-from mpidist.transport.failures.process_state import GONE
-from mpidist.transport.failures.status_board import Status
+from mpidist.transport.failures.status_board import GONE, Status
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 
 __all__ = ["AwaitedPeers"]

@@ -27,15 +27,17 @@ from mpidist.transport.failures.exit_code import (
 )
 from mpidist.transport.failures.process_end import leave_mpi_to_parent, note_status
 from mpidist.transport.mpi.child_process import launcher_here, launcher_or_parent
-from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_abort import (
     FAILED,
+    FORWARD_SECONDS,
     ask_launcher_to_abort,
     exit_code_file,
     mark_for_restarts,
     rank_before_start,
+    rank_prefix,
     store_code,
+    write_lines,
 )
 from mpidist.transport.mpi.launcher_variables import numbers_of, rank_from_environment
 from mpidist.transport.mpi.library import Intracomm, load_mpi, survives_losses

@@ -11,7 +11,7 @@ from weakref import WeakSet
 from mpidist.errors import UnavailableError
 from mpidist.transport.failures.exit_code import stack_of
 from mpidist.transport.failures.flight_files import GroupFlight, write_flight
-from mpidist.transport.failures.process_state import RUNNING
+from mpidist.transport.failures.status_board import RUNNING
 from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.mpi.library import load_mpi
 from mpidist.transport.shared_errors import mark_shared

@@ -13,7 +13,7 @@ from typing import final
 
 from mpidist.transport.failures.exit_code import end_at_once, status_of, watch_exits
 from mpidist.transport.mpi.child_process import is_forked_from_rank
-from mpidist.transport.mpi.error_output import flush_standard_streams
+from mpidist.transport.mpi.launcher_abort import flush_standard_streams
 
 __all__ = ["end_without_mpi", "leave_mpi_to_parent", "note_status"]
 

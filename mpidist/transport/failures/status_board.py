@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, final
@@ -11,18 +12,62 @@ import numpy as np
 from mpidist.errors import UnavailableError
 from mpidist.transport.communicator import Array
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightEntry, FlightRecorder, entries_in, last_in
-from mpidist.transport.failures.process_state import GONE, RUNNING, STOPPED, Process
+from mpidist.transport.mpi.child_process import read_stat
 from mpidist.transport.mpi.library import Intracomm
 from mpidist.transport.node_memory.window import SharedWindow
 from mpidist.transport.stacks import read_stacks
 
-__all__ = ["RESET", "StatusBoard", "Status", "name_call"]
+__all__ = ["GONE", "RESET", "RUNNING", "STOPPED", "UNKNOWN", "Process", "StatusBoard", "Status", "name_call"]
+
+RUNNING: Final = "running"
+STOPPED: Final = "stopped"
+GONE: Final = "gone"
+UNKNOWN: Final = "unknown"
+
+_STATES: Final = {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "x": GONE}
 
 RESET: Final = 1 << 40  # the sequence number of a reset, which is higher than those of all calls
 _PROCESS_BYTES: Final = 32  # of each rank, behind the recorder of the node's first rank: `Process`, and `_FOUND_ALIVE`
 _FOUND_ALIVE: Final = 3  # the place of the time at which any rank found the process alive, or of `_FOUND_GONE`
 _CHECKED_NS: Final = 200_000_000  # for how long a process counts as alive that one rank of the node has found alive
 _FOUND_GONE: Final = -1
+
+
+@final
+class Process(NamedTuple):
+    """The identity of a process, which a later process with the same id does not have.
+
+    It is read from /proc, as MPI does not report which processes are alive.
+
+    Attributes:
+        begun: When the process began, in ticks since the machine was started.
+        namespace: The namespace of process ids: each container has its own. 0 where it is unknown.
+    """
+
+    pid: int
+    begun: int
+    namespace: int
+
+    @classmethod
+    def own(cls) -> Process:
+        """Describe the calling process."""
+        pid = os.getpid()
+        try:
+            return cls(pid, read_stat(pid)[3], os.stat("/proc/self/ns/pid").st_ino)
+        except OSError:  # no /proc, or not all of it
+            return cls(pid, 0, 0)
+
+    def state(self, seen_from: Process) -> str:
+        """Return `RUNNING` (or asleep), `STOPPED` (by a signal or a debugger), `GONE`, or `UNKNOWN` if out of sight."""
+        if not self.namespace or self.namespace != seen_from.namespace:
+            return UNKNOWN
+        try:
+            _, state, _, begun = read_stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return GONE
+        except OSError:
+            return UNKNOWN
+        return _STATES.get(state, RUNNING) if begun == self.begun else GONE
 
 
 def name_call(call: str, sequence: int) -> str:

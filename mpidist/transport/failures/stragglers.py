@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 from mpidist.transport.failures.failure_notes import FailureNote
-from mpidist.transport.failures.process_state import GONE, STOPPED
-from mpidist.transport.failures.status_board import Status
+from mpidist.transport.failures.status_board import GONE, STOPPED, Status
 from mpidist.transport.text import group_ranks, name_ranks
 
 __all__ = ["Awaited", "Stragglers"]

@@ -31,8 +31,7 @@ from mpidist.transport.failures.failure_notes import (
     FailureNote,
     FailureNotes,
 )
-from mpidist.transport.failures.process_state import GONE
-from mpidist.transport.failures.status_board import Status, StatusBoard
+from mpidist.transport.failures.status_board import GONE, Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.mpi.launcher_abort import LOST_RANK, mark_for_restarts
 from mpidist.transport.mpi.library import Intracomm, load_mpi, numbers_in_world

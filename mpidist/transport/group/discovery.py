@@ -9,8 +9,10 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
 import numpy as np
@@ -36,20 +38,20 @@ from mpidist.transport.mpi.library import (
     ranks_of_node,
 )
 from mpidist.transport.mpi.shared_files import mapped_mpi_files, unlink_files_of_all
-from mpidist.transport.node_memory.caches import shared_cache
 from mpidist.transport.settings import Settings, unknown_settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import count_text, group_ranks, name_ranks
 from mpidist.transport.topology import Topology
 from mpidist.transport.waiting import poll_or_keep
 
-__all__ = ["agreed_cost_model", "await_ranks", "discover"]
+__all__ = ["agreed_cost_model", "await_ranks", "discover", "shared_cache"]
 
 logger = logging.getLogger("mpidist.transport")
 
 _warned: Final[set[str]] = set()
 _SET: Final = "set it where the job is started, and make the launcher pass it on to all ranks"
 _START: Final = "start all ranks in one environment of Python"
+_PROCESSORS: Final = Path("/sys/devices/system/cpu")
 
 
 def await_ranks(comm: Intracomm | None) -> Intracomm:
@@ -224,6 +226,27 @@ def discover(comm: Intracomm) -> tuple[Settings, Topology, str]:
     if settings.unlink_mpi_files and comm.rank == first_here and comm.size == load_mpi().COMM_WORLD.Get_size():
         unlink_files_of_all([report.mpi_files for report in everyone if report.first_here == first_here])
     return settings, topology, everyone[0].token
+
+
+def shared_cache(processors: Iterable[int] | None = None, folder: Path = _PROCESSORS) -> str:
+    """Name the last-level cache of the processors that this process may run on; "" if they share none, or unknown.
+
+    The name is the system's list of the processors with that cache. `folder`: that of the system's files.
+    """
+    with suppress(OSError, ValueError):  # a system that does not show its caches
+        own = os.sched_getaffinity(0) if processors is None else {*processors}
+        caches = (folder / f"cpu{min(own)}" / "cache").glob("index*")
+        last = max(caches, key=lambda cache: int((cache / "level").read_text()))
+        name = (last / "shared_cpu_list").read_text().strip()
+        if own <= _numbers(name):
+            return name
+    return ""
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers of a list such as `0-3,8`."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def _pretended(comm: Intracomm, variable: str, labels: tuple[int, ...] | None) -> list[int] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast, final
 
@@ -16,7 +16,6 @@ from mpidist.transport.communicator import Array, Communicator, SoloCommunicator
 from mpidist.transport.costs.cost_model import CostModel
 from mpidist.transport.gpu.kernels import DeviceCopy, DeviceKernels, kernels_needed
 from mpidist.transport.group.compression import CompressingCommunicator
-from mpidist.transport.group.splits import across_nodes, within_node
 from mpidist.transport.host_memory.result_memory import most_result_bytes
 from mpidist.transport.mpi.communicator import MAX_CHUNK_BYTES, MpiCommunicator
 from mpidist.transport.mpi.library import Intracomm, greatest
@@ -34,7 +33,7 @@ from mpidist.transport.shared_memory.inter_node import ShardExchange
 from mpidist.transport.shared_memory.two_shot import GROUPS_DEPTH
 from mpidist.transport.topology import Topology
 
-__all__ = ["Levels", "report_no_shared_memory"]
+__all__ = ["Levels", "on_node", "report_no_shared_memory"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -103,8 +102,8 @@ class Levels:
         if topology.num_nodes > 1:
             eager = -greatest(comm, -(eager_limit_bytes() or eager))  # limits may differ from node to node
         world = _make_level(comm.Dup(), "world", eager)
-        within = _make_level(within_node(comm, topology), "within_node")
-        across = _make_level(across_nodes(comm, topology), "across_nodes", eager)
+        within = _make_level(_within_node(comm, topology), "within_node")
+        across = _make_level(_across_nodes(comm, topology), "across_nodes", eager)
         model = CostModel() if cost_model is None else cost_model
         slots, reason = None, None
         if transport != "mpi":
@@ -211,6 +210,40 @@ class Levels:
         if self.fused is not None:
             self.fused.free()
             self.fused.slots.free()
+
+
+def _within_node(comm: Intracomm, topology: Topology) -> Intracomm | None:
+    """Make a communicator of the ranks of this rank's node, in rank order; `None` for a single rank. Collective."""
+    if topology.size > 1 == topology.num_nodes:  # a duplicate takes half the messages of a split
+        return comm.Dup()
+    return _split(comm, topology.node, topology.rank) if max(topology.node_sizes) > 1 else None
+
+
+def _across_nodes(comm: Intracomm, topology: Topology) -> Intracomm | None:
+    """Make a communicator of the ranks with this local rank, in order of nodes; `None` for an only one. Collective."""
+    return _split(comm, topology.local_rank, topology.node) if topology.num_nodes > 1 else None
+
+
+@contextmanager
+def on_node(comm: Intracomm, topology: Topology) -> Iterator[Intracomm | None]:
+    """Let the body exchange messages with the ranks of this rank's node: as `_within_node`, but free it. Collective."""
+    if topology.size > 1 == topology.num_nodes:
+        yield comm
+        return
+    node = _within_node(comm, topology)
+    try:
+        yield node
+    finally:
+        if node is not None:
+            node.Free()
+
+
+def _split(comm: Intracomm, color: int, key: int) -> Intracomm | None:
+    part = cast("Intracomm", comm.Split(color, key))  # mpi4py's stubs call it a Comm
+    if part.Get_size() > 1:
+        return part
+    part.Free()
+    return None
 
 
 def report_no_shared_memory(reason: str, transport: str, rank: int, free: Callable[[], None]) -> None:

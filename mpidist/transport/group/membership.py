@@ -19,7 +19,7 @@ from mpidist.transport.failures.status_board import RESET, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.failures.watchdog import PROBES, Watchdog
 from mpidist.transport.group.exit_barrier import ExitBarrier
-from mpidist.transport.group.splits import on_node
+from mpidist.transport.group.levels import on_node
 from mpidist.transport.mpi.child_process import launcher_or_parent
 from mpidist.transport.mpi.library import (
     Intracomm,

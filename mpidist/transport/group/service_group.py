@@ -17,9 +17,8 @@ from mpidist.transport.failures.exit_code import ends_normally
 from mpidist.transport.failures.open_groups import OpenGroup
 from mpidist.transport.failures.watchdog import Watchdog
 from mpidist.transport.group.discovery import await_ranks, discover
-from mpidist.transport.group.levels import report_no_shared_memory
+from mpidist.transport.group.levels import on_node, report_no_shared_memory
 from mpidist.transport.group.membership import Membership
-from mpidist.transport.group.splits import on_node
 from mpidist.transport.group.thread_guard import ThreadGuard
 from mpidist.transport.mpi.library import Intracomm, is_process_failure, last_round, load_mpi, ranks_in_world
 from mpidist.transport.node_memory.arena import SharedArena

@@ -1,4 +1,4 @@
-"""End of a job without MPI: a request to the launcher, and the exit code stored in a file."""
+"""End of a job without MPI: a request to the launcher, the exit code in a file, and last lines on standard error."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from contextlib import suppress
 from typing import Final
 
 from mpidist.transport.mpi.child_process import launcher_here
-from mpidist.transport.mpi.error_output import write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
 from mpidist.transport.mpi.launcher_variables import HYDRA_LOCAL_SIZE, PMI_FD
 
 __all__ = [
     "FAILED",
+    "FORWARD_SECONDS",
     "LOST_RANK",
     "ask_launcher_to_abort",
     "exit_code_file",
+    "flush_standard_streams",
     "mark_for_restarts",
     "rank_before_start",
+    "rank_prefix",
     "store_code",
+    "write_lines",
 ]
 
 FAILED: Final = "-failed"  # the exit code 75 is that of a failure, not of a preemption
 LOST_RANK: Final = "-lost"  # a rank fails because the process of another one is gone
 _ANSWER_SECONDS: Final = 1.0
+# How long a launcher may take to forward what a rank has written, before the rank ends.
+FORWARD_SECONDS: Final = 0.2
 
 
 def _current_folder() -> str:
@@ -101,3 +106,21 @@ def mark_for_restarts(environ: Mapping[str, str], mark: str) -> None:
     if path:
         with suppress(OSError):  # the job must end nevertheless
             open(f"{path}{mark}", "w").close()
+
+
+def rank_prefix(rank: int, hostname: str) -> str:
+    """Return what stands before every line of a rank."""
+    return f"[rank {rank} on {hostname}] "
+
+
+def flush_standard_streams() -> None:
+    """Flush the program's output, if possible: the program may have closed or replaced its streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+
+
+def write_lines(text: str, prefix: str) -> None:
+    """Write lines to standard error, after the program's output."""
+    flush_standard_streams()
+    os.write(2, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode(errors="replace"))

@@ -13,9 +13,14 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Final, final
 
-from mpidist.transport.mpi.error_output import FORWARD_SECONDS, rank_prefix, write_lines
 from mpidist.transport.mpi.launched_rank import LaunchedRank
-from mpidist.transport.mpi.launcher_abort import ask_launcher_to_abort, store_code
+from mpidist.transport.mpi.launcher_abort import (
+    FORWARD_SECONDS,
+    ask_launcher_to_abort,
+    rank_prefix,
+    store_code,
+    write_lines,
+)
 from mpidist.transport.settings import Settings
 from mpidist.transport.tracebacks import stack_text
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mpidist.transport.failures.process_state import GONE, RUNNING, STOPPED, UNKNOWN, Process
+from mpidist.transport.failures.status_board import GONE, RUNNING, STOPPED, UNKNOWN, Process
 
 pytestmark = pytest.mark.no_mpi
 

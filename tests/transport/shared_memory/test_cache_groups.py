@@ -12,7 +12,7 @@ from support.transports import set_sizes
 from mpidist import CommunicationOptions
 from mpidist import MultiWorkerMirroredStrategy as Strategy
 from mpidist.context_stack import parts_of
-from mpidist.transport.node_memory.caches import shared_cache
+from mpidist.transport.group.discovery import shared_cache
 from mpidist.transport.reduction import UFUNCS, Reduction
 from mpidist.transport.shared_memory import fused_reducer, two_shot
 from mpidist.transport.waiting import complete
