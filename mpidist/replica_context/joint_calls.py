@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from mpidist import context_stack, nest
-from mpidist.collectives.arguments.operands import Spec, axis_of, native_dtype
+from mpidist.collectives.arguments.operands import Operands, axis_of, specs_along
 from mpidist.collectives.arguments.out_arrays import LateOuts
 from mpidist.collectives.arguments.signature import name_call
 from mpidist.collectives.open_call import PendingResult
@@ -186,27 +186,35 @@ class JointCalls:
     def _reduce_scatter(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
         """All-reduce, and return each replica's part of the result."""
         joined, error = self._join(of_replicas, error)
-        call, axes, outs = f"reduce_scatter along axis {axis}", [], []
+        call, axes, ends, outs = f"reduce_scatter along axis {axis}", list[int](), list[list[int]](), list[LateOuts]()
         total, ids = self._replicas.total, self._replicas.ids_here
         try:
             values, structure = nest.flatten(contributions(of_replicas[0].value))
-            natives = [library_of(value).to_native(value) for value in values]
-            axes = [axis_of(axis, native.shape) for native in natives]
+            given = Operands(values).specs
+            axes = [axis_of(axis, spec.shape) for spec in given]
+            ends = [shard_bounds(spec.shape[at], total) for spec, at in zip(given, axes, strict=True)]
             if joined.out is not None:
-                specs = [_specs_of_parts(ReduceOp.of(joined.op), natives, axes, own, total) for own in ids]
-                nests = zip(joined.out.nests, specs, strict=True)
-                outs = [LateOuts(self._group, out, structure, its, self._replicas) for out, its in nests]
+                op = ReduceOp.of(joined.op)
+                specs = [spec._replace(dtype=wire_and_result_dtypes(op, spec.dtype)[1]) for spec in given]
+                for out, own in zip(joined.out.nests, ids, strict=True):
+                    its = specs_along(axes, specs, [of_ids[own + 1] - of_ids[own] for of_ids in ends])
+                    outs.append(LateOuts(self._group, out, structure, its, self._replicas))
         except Exception as problem:  # of any kind: the other ranks must learn of it
             error = error or name_call(problem, call)
         name = outs[0].name(call) if outs else call
         result = self._ops.all_reduce(joined.op, joined.value, joined.options, call=name, error=error)
-        leaves, _ = nest.flatten(result)
-        results = []
-        for at, replica_id in enumerate(ids):
-            parts = [_part(leaf, leaf_axis, replica_id, total) for leaf, leaf_axis in zip(leaves, axes, strict=True)]
+        reduced, results = Operands(nest.flatten(result)[0]), []
+        for at, own in enumerate(ids):
+            parts = [
+                array.swapaxes(0, front)[of_ids[own] : of_ids[own + 1]].swapaxes(0, front)
+                for array, front, of_ids in zip(reduced.arrays, axes, ends, strict=True)
+            ]
             if outs:
-                outs[at].write(call, [library_of(part).to_native(part) for part in parts])
-            results.append(joined.out.nests[at] if outs else self._own(nest.rebuild(result, parts), at))
+                outs[at].write(call, parts)
+                results.append(joined.out.nests[at])
+            else:
+                copies = reduced.restore([part.copy() for part in parts])
+                results.append(self._own(nest.rebuild(result, copies), at))
         return results
 
     def _all_gather(self, axis: int, of_replicas: Sequence[_Arguments], error: Exception | None) -> Sequence[Any]:
@@ -386,25 +394,3 @@ def _describe_common(arguments: _Arguments) -> dict[str, str]:
         name: "none" if its is None else "some" for name, its in (("out", arguments.out), ("weight", arguments.weight))
     }
     return {"reduce_op": str(op), "options": str(arguments.options), **has}
-
-
-def _part(array: Any, axis: int, replica_id: int, num_replicas: int) -> Any:
-    """Copy a replica's part of an array along an axis."""
-    library = library_of(array)
-    native = library.to_native(array)
-    bounds = shard_bounds(native.shape[axis], num_replicas)
-    part = native.swapaxes(0, axis)[bounds[replica_id] : bounds[replica_id + 1]].swapaxes(0, axis).copy()
-    return library.from_native(part, array)
-
-
-def _specs_of_parts(
-    op: ReduceOp, natives: Sequence[Any], axes: Sequence[int], replica_id: int, num_replicas: int
-) -> list[Spec]:
-    """Describe a replica's parts of the results along axes."""
-    specs = []
-    for array, axis in zip(natives, axes, strict=True):
-        bounds = shard_bounds(array.shape[axis], num_replicas)
-        shape = (*array.shape[:axis], bounds[replica_id + 1] - bounds[replica_id], *array.shape[axis + 1 :])
-        dtype = wire_and_result_dtypes(op, native_dtype(array.dtype))[1]
-        specs.append(Spec(shape, dtype, arrays.is_device(array)))
-    return specs

@@ -18,14 +18,14 @@ FAULTS = [
     ),
     Fault(
         "joint_calls.py",
-        "axes = [axis_of(axis, native.shape) for native in natives]",
-        "axes = [0 for native in natives]",
+        "axes = [axis_of(axis, spec.shape) for spec in given]",
+        "axes = [0 for spec in given]",
         "reduce_scatter of replicas ignores the axis",
     ),
     Fault(
         "joint_calls.py",
-        "_part(leaf, leaf_axis, replica_id, total)",
-        "_part(leaf, leaf_axis, at, total)",
+        "for at, own in enumerate(ids):",
+        "for at, own in enumerate(range(len(ids))):",
         "every rank gets the first parts of a reduce_scatter",
     ),
     Fault(
