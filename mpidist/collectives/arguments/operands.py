@@ -19,7 +19,7 @@ from mpidist.transport.array_libraries.libraries import library_of
 from mpidist.transport.gpu.new_arrays import NewArrays
 from mpidist.transport.group.device_levels import DeviceLevels
 from mpidist.transport.half import is_of_numpy
-from mpidist.transport.host_memory.result_memory import ResultMemory, node_bytes
+from mpidist.transport.host_memory.result_memory import RecycledResults, ResultMemory, node_bytes
 from mpidist.transport.text import count_text, size_text, value_text
 from mpidist.values import (
     Contributions,
@@ -170,7 +170,8 @@ class NewResults:
         self._on_host, self._on_device = (
             [at for at, spec in enumerate(specs) if spec.device is device] for device in (False, True)
         )
-        self._host = memory.results([specs[at].shape for at in self._on_host], [dtypes[at] for at in self._on_host])
+        shapes, own = [specs[at].shape for at in self._on_host], [dtypes[at] for at in self._on_host]
+        self._host = RecycledResults(memory, shapes, own)
         self._device = NewArrays([specs[at].shape for at in self._on_device], [dtypes[at] for at in self._on_device])
 
     def take(self) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 from mpidist.collectives.arguments.operands import Spec
 from mpidist.collectives.plans.plan import FusedList
-from mpidist.transport.host_memory.result_memory import ResultMemory
+from mpidist.transport.host_memory.result_memory import RecycledResults, ResultMemory
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.arena import SharedArena
 
@@ -38,7 +38,7 @@ class FusedResults:
         self._indices = fused.indices if is_wanted else ()
         self.are_joined = is_wanted and len(fused.indices) >= _MANY and fused.count < _SMALL_RESULT * len(fused.indices)
         shapes = [(fused.count,)] if self.are_joined else self._shapes if is_wanted else []
-        self.recycled = memory.results(shapes, [fused.result_dtype] * len(shapes), arena)
+        self.recycled = RecycledResults(memory, shapes, [fused.result_dtype] * len(shapes), arena)
 
     def split(self, whole: Any) -> list[Any]:
         """Split a flat array into views with the shapes of the results."""

@@ -160,15 +160,6 @@ class ResultMemory:
         self._kept: OrderedDict[_Blocks, RecycledResults] = OrderedDict()  # the one that was taken last comes last
         self._alike: dict[tuple[Any, ...], RecycledResults] = {}
 
-    def results(
-        self,
-        shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[np.dtype[Any]],
-        arena: SharedArena | None = None,
-    ) -> RecycledResults:
-        """Return the results of calls that have results of these shapes and dtypes, in an arena if it has room."""
-        return RecycledResults(self, shapes, dtypes, arena)
-
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: bool) -> Any:
         """Return a C-contiguous array, uninitialised, in host memory or on the current device."""
         if device:
@@ -179,7 +170,7 @@ class ResultMemory:
         if alike is None:
             if len(self._alike) >= _MAX_ALIKE:
                 self._alike.clear()
-            alike = self._alike[shape, dtype] = self.results([shape], [dtype])
+            alike = self._alike[shape, dtype] = RecycledResults(self, [shape], [dtype])
         return alike.take()[0]
 
     def clear(self) -> None:
@@ -237,7 +228,7 @@ class LentArrays(NamedTuple):
 
 @final
 class RecycledResults:
-    """The results of calls alike, list by list. `ResultMemory.results` makes it.
+    """The results of calls that have results of the same shapes and dtypes, list by list, in an arena if it has room.
 
     Attributes:
         kept: The memory of lists; the one that was taken last comes last.
@@ -249,7 +240,7 @@ class RecycledResults:
         memory: ResultMemory,
         shapes: Sequence[tuple[int, ...]],
         dtypes: Sequence[np.dtype[Any]],
-        arena: SharedArena | None,
+        arena: SharedArena | None = None,
     ) -> None:
         self._memory, self._shapes, self._dtypes, self._arena = memory, shapes, dtypes, arena
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from mpidist.transport.host_memory.result_memory import ResultMemory
+from mpidist.transport.host_memory.result_memory import RecycledResults, ResultMemory
 
 pytestmark = pytest.mark.no_mpi
 
@@ -25,7 +25,7 @@ def memory():
 
 def repeated(memory, shapes, dtypes):
     """Return results of calls of which one was made before."""
-    results = memory.results(shapes, dtypes)
+    results = RecycledResults(memory, shapes, dtypes)
     assert [array.shape for array in results.take()] == shapes
     return results
 
@@ -39,7 +39,7 @@ def test_memory_of_sums_is_kept_up_to_the_limit_until_it_is_cleared(memory):
 
 
 def test_result_memory_keeps_nothing_of_a_single_call(memory):
-    memory.results([LARGE], [FLOAT]).take()
+    RecycledResults(memory, [LARGE], [FLOAT]).take()
     memory.empty(LARGE, FLOAT, device=False)
     assert memory.nbytes == 0
 
