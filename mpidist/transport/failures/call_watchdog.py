@@ -103,7 +103,7 @@ class CallWatchdog(Awaited):
         return self._message or name_call(self.call, self.sequence)
 
     def is_late(self, status: Status) -> bool:
-        return not status.has_joined(self.sequence) or status.has_started(self.sequence)
+        return not status.has_joined(self.sequence) or status.is_in(self.sequence, "started")
 
     def is_shared_with(self, status: Status) -> bool:
         return not self.is_late(status)
@@ -133,7 +133,7 @@ class CallWatchdog(Awaited):
             late = {
                 rank: status
                 for rank, status in statuses.items()
-                if status.has_started(self.sequence) or (waits and status.is_waiting_in(self.sequence))
+                if status.is_in(self.sequence, "started") or (waits and status.is_in(self.sequence, "waiting"))
             }
             is_agreed = is_agreed or bool(late)
         if is_agreed:

@@ -98,18 +98,9 @@ class Status(NamedTuple):
         """Whether the rank's process is neither gone nor stopped."""
         return self.process not in (GONE, STOPPED)
 
-    @property
-    def is_resetting(self) -> bool:
-        """Whether the rank waits in a reset."""
-        return self.last is not None and self.last.sequence >= RESET and self.last.state == "waiting"
-
-    def is_waiting_in(self, sequence: int) -> bool:
-        """Whether the rank has joined a call, and has not noticed yet that all others have."""
-        return self.last is not None and self.last.sequence == sequence and self.last.state == "waiting"
-
-    def has_started(self, sequence: int) -> bool:
-        """Whether the rank has only started a call, and does other work instead of waiting for it."""
-        return self.last is not None and self.last.sequence == sequence and self.last.state == "started"
+    def is_in(self, sequence: int, state: str) -> bool:
+        """Whether a call is the rank's last one, and in this `FlightEntry.state`."""
+        return self.last is not None and (self.last.sequence, self.last.state) == (sequence, state)
 
     def has_joined(self, sequence: int) -> bool:
         """Whether the rank has joined a call, or a later one, and its process can still do its part."""

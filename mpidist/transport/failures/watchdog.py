@@ -31,7 +31,7 @@ from mpidist.transport.failures.failure_notes import (
     FailureNote,
     FailureNotes,
 )
-from mpidist.transport.failures.status_board import GONE, Status, StatusBoard
+from mpidist.transport.failures.status_board import GONE, RESET, Status, StatusBoard
 from mpidist.transport.failures.stragglers import Awaited, Stragglers
 from mpidist.transport.mpi.launcher_abort import LOST_RANK, mark_for_restarts
 from mpidist.transport.mpi.library import Intracomm, load_mpi, numbers_in_world
@@ -208,7 +208,7 @@ class Watchdog:
         """
         statuses = here = self._board.statuses()
         is_lost |= any(one.process == GONE and rank in self._awaited.ranks for rank, one in here.items())
-        if any(status.is_resetting for status in statuses.values()):
+        if any(status.is_in(RESET, "waiting") for status in statuses.values()):
             for _ in range(PROBES):  # the rank's note, sent before the reset, says in which call it was
                 self._read()
         statuses |= {rank: note.statuses[0] for rank, note in self._received.items() if rank in statuses}
@@ -360,8 +360,8 @@ class Watchdog:
             self._read()
             known, seen = self._known(self._received, here), self._seen(self._received)
             # A rank that waits in a reset has sent a note before, which says in which call it was.
-            is_all = seen.issuperset(self._awaited.ranks) and not any(one.is_resetting for one in known.values())
-            if is_all or time.monotonic() > until:
+            is_any_in_reset = any(one.is_in(RESET, "waiting") for one in known.values())
+            if (seen.issuperset(self._awaited.ranks) and not is_any_in_reset) or time.monotonic() > until:
                 return self._located(self._awaited.stragglers(known, seen, self._hostnames))
             time.sleep(_ANSWER_SECONDS / 100)
 
