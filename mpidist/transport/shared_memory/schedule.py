@@ -79,9 +79,6 @@ class Chunks:
             raise IndexError(f"chunk {index} of {self._count}")
         return self._chunk(index)
 
-    def __iter__(self) -> Iterator[Chunk]:
-        return map(self._chunk, range(self._count))
-
 
 @final
 @dataclass(frozen=True)
