@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from mpidist.transport.costs.cost_model import CostModel, Placement
 from mpidist.transport.mpi.library import load_mpi
@@ -104,7 +104,7 @@ def save_cost_model(
     """Write the numbers of a key: in one step, so that a reader finds the old file or the new one."""
     path = tuning_path(key, environ)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    content = {"format": _FORMAT, "date": date, "key": _plain(key), "measured": measured, "model": asdict(model)}
+    content = {"format": _FORMAT, "date": date, "key": asdict(key), "measured": measured, "model": asdict(model)}
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.stem}-{uuid.uuid4().hex}")
     try:
@@ -120,15 +120,12 @@ def _parse(text: str, key: TuningKey) -> Tuned:
     _require(isinstance(content, dict), "it is no JSON object")
     found = content.get("format")
     _require(found == _FORMAT, f"its format is {found!r}, and this version of mpidist reads {_FORMAT}")
-    _require(content.get("key") == _plain(key), "it was measured for another machine or placement")
+    own_key = json.loads(json.dumps(asdict(key)))  # which has lists in place of tuples
+    _require(content.get("key") == own_key, "it was measured for another machine or placement")
     values = content.get("model")
     names = {field.name for field in fields(CostModel)}
     _require(isinstance(values, dict) and set(values) == names, f"a cost model has {', '.join(sorted(names))}")
     return Tuned(CostModel(**values), tuple(map(str, content.get("measured", ()))), str(content.get("date")))
-
-
-def _plain(key: TuningKey) -> dict[str, Any]:
-    return {**asdict(key), "placement": list(key.placement)}
 
 
 def _require(holds: bool, problem: str) -> None:
