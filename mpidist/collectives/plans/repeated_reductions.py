@@ -322,8 +322,9 @@ class Lists(_TwoShots, ABC):
         return progress
 
     def _set(self, value: list[Array], result: Any, place: int) -> None:
-        self._arrays.sources = self._flat(self._in_order(value))
-        self._arrays.results, self._arrays.place = self._flat(self._in_order(result)), place
+        self._arrays.sources = sources = self._flat(self._in_order(value))
+        self._arrays.results = sources if result is value else self._flat(self._in_order(result))
+        self._arrays.place = place
 
     def _flat(self, arrays: Any) -> list[Array]:
         return [one.reshape(-1) for one in arrays] if isinstance(arrays, (list, tuple)) else [arrays.reshape(-1)]
@@ -332,10 +333,6 @@ class Lists(_TwoShots, ABC):
 @final
 class ListInPlace(Lists):
     """Reduces lists in place."""
-
-    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
-        self._arrays.sources = self._arrays.results = self._flat(self._in_order(value))
-        self._arrays.place = place
 
 
 @final
