@@ -8,14 +8,11 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native",
 PyMODINIT_FUNC PyInit__native(void)
 {
     import_array();
-    if (PyType_Ready(&BarrierType) < 0 || PyType_Ready(&TwoShotType) < 0 || PyType_Ready(&WholeCallType) < 0) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (!module) return NULL;
     if (PyModule_AddFunctions(module, combining_functions) < 0 || PyModule_AddFunctions(module, known_arrays_functions) < 0 ||
-        PyModule_AddFunctions(module, checksum_functions) < 0 ||
-        PyModule_AddObjectRef(module, "Barrier", (PyObject *)&BarrierType) < 0 ||
-        PyModule_AddObjectRef(module, "TwoShot", (PyObject *)&TwoShotType) < 0 ||
-        PyModule_AddObjectRef(module, "WholeCall", (PyObject *)&WholeCallType) < 0) {
+        PyModule_AddFunctions(module, checksum_functions) < 0 || PyModule_AddType(module, &BarrierType) < 0 ||
+        PyModule_AddType(module, &TwoShotType) < 0 || PyModule_AddType(module, &WholeCallType) < 0) {
         Py_DECREF(module);
         return NULL;
     }
