@@ -52,7 +52,7 @@ class Reduction:
             return replace(self, divisor=1, fold=self.fold_across, fold_across=None)
         return self if self.divisor == 1 else replace(self, divisor=1)
 
-    @property
+    @functools.cached_property
     def is_in_order(self) -> bool:
         """Whether `combine` adds the parts in their order."""
         return self.fold is None or self.fold.is_in_order
@@ -145,7 +145,8 @@ _accumulators: Final = _Accumulators()
 
 def narrow(numbers: Any, out: Any) -> int:
     """Round float32 numbers [m] of host memory to half precision; return how many became infinite float16."""
-    return _accumulators.of(out.dtype).narrow(numbers, out)
+    native = numbers if numbers.dtype.isnative else numbers.astype(numbers.dtype.newbyteorder("="))
+    return _accumulators.of(out.dtype).narrow(native, out)
 
 
 def widen(numbers: Any, out: Any) -> None:

@@ -22,12 +22,11 @@ from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceToRoot
 from mpidist.options import CommunicationImplementation
 from mpidist.transport.arrays import described_on_gpu, wait_for_writes
 from mpidist.transport.gpu.events import Launched, record_event
-from mpidist.transport.group.compression import narrow, widen
 from mpidist.transport.group.levels import Levels
 from mpidist.transport.group.started_calls import Pending, Steps
 from mpidist.transport.group.sync_group import SyncGroup
 from mpidist.transport.nccl.launch_queue import DeviceQueue
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.reduction import Reduction, narrow, widen
 
 __all__ = ["PackedExecution", "PackedPart", "reduce_to_ranks"]
 

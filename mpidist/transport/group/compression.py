@@ -9,12 +9,11 @@ from typing import final
 import numpy as np
 
 from mpidist.transport import arrays
-from mpidist.transport import reduction as host
 from mpidist.transport.communicator import Array, Communicator, shard_bounds
 from mpidist.transport.gpu.kernels import DeviceKernels
-from mpidist.transport.reduction import Reduction
+from mpidist.transport.reduction import Reduction, narrow, widen
 
-__all__ = ["CompressingCommunicator", "narrow", "widen"]
+__all__ = ["CompressingCommunicator"]
 
 
 @final
@@ -36,13 +35,13 @@ class CompressingCommunicator(Communicator):
     def all_reduce(self, buffer: Array, reduction: Reduction) -> None:
         half = self._narrowed(buffer)
         self._inner.all_reduce(half, _counting(reduction))
-        widen(half, buffer, self._kernels)
+        self._widen(half, buffer)
 
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         half = self._narrowed(buffer)
         self._inner.reduce(half, _counting(reduction), root)
         if self.rank == root:
-            widen(half, buffer, self._kernels)
+            self._widen(half, buffer)
 
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
@@ -50,7 +49,7 @@ class CompressingCommunicator(Communicator):
         bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
         shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
         half = self._inner.reduce_scatter(self._narrowed(buffer), _counting(reduction), bounds)
-        widen(half, shard, self._kernels)
+        self._widen(half, shard)
         return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
@@ -59,17 +58,17 @@ class CompressingCommunicator(Communicator):
         half = self._half_of(buffer)
         self._narrow(buffer[own], half[own])
         self._inner.all_gather(half, bounds)
-        widen(half, buffer, self._kernels)
+        self._widen(half, buffer)
 
     def broadcast(self, buffer: Array, root: int, into: Array | None = None) -> None:
         half = self._narrowed(buffer) if self.rank == root else self._half_of(buffer)
         self._inner.broadcast(half, root)
-        widen(half, buffer if into is None else into, self._kernels)
+        self._widen(half, buffer if into is None else into)
 
     def send_receive(self, outgoing: Array, to: int, incoming: Array, source: int) -> None:
         half = arrays.empty(incoming.shape, self._half, arrays.is_device(incoming))
         self._inner.send_receive(self._narrowed(outgoing), to, half, source)
-        widen(half, incoming, self._kernels)
+        self._widen(half, incoming)
 
     def _half_of(self, buffer: Array) -> Array:
         if arrays.is_device(buffer):  # communicators of NCCL share a pack buffer, which may hold `buffer`
@@ -82,24 +81,16 @@ class CompressingCommunicator(Communicator):
         return half
 
     def _narrow(self, numbers: Array, out: Array) -> None:
-        self.traffic.overflowed += narrow(numbers, out, self._kernels)
+        if self._kernels is None:
+            self.traffic.overflowed += narrow(numbers, out)
+        else:  # they count by themselves
+            self._kernels.pack([numbers], out, counts_overflow=True)
 
-
-def narrow(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> int:
-    """Round float32 numbers [m] to half precision; return how many became infinite float16, 0 where `kernels` count."""
-    if kernels is not None:
-        kernels.pack([numbers], out, counts_overflow=True)
-        return 0
-    native = numbers if numbers.dtype.isnative else numbers.astype(numbers.dtype.newbyteorder("="))
-    return host.narrow(native, out)
-
-
-def widen(numbers: Array, out: Array, kernels: DeviceKernels | None = None) -> None:
-    """Convert numbers [m] of half precision to float32, into `out` [m]. Exact. `kernels`: for device memory."""
-    if kernels is not None:
-        kernels.unpack(numbers, [out])
-    else:
-        host.widen(numbers, out)
+    def _widen(self, numbers: Array, out: Array) -> None:
+        if self._kernels is None:
+            widen(numbers, out)
+        else:
+            self._kernels.unpack(numbers, [out])
 
 
 def _counting(reduction: Reduction) -> Reduction:
