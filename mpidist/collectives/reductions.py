@@ -281,7 +281,7 @@ class Reductions:
         sums: LocalSums,
     ) -> RowsExecution:
         """Make the execution of a tree in which a rank or a node has several rows."""
-        arithmetic = Arithmetic.in_tree(call.op, tree.total, tree.world)
+        arithmetic = Arithmetic(call.op, tree.total, fold=tree.world)
         groups: dict[tuple[np.dtype[Any], bool], list[int]] = {}
         for index, spec in enumerate(specs):
             groups.setdefault((arithmetic.dtypes(spec.dtype)[0], spec.device), []).append(index)
@@ -298,7 +298,7 @@ class Reductions:
 
     def _local_sums(self, op: ReduceOp, tree: ReplicaTree, specs: tuple[Spec, ...]) -> LocalSums:
         """Make what adds the arrays of this rank's replicas."""
-        arithmetic = Arithmetic.in_tree(op, tree.total, tree.local)
+        arithmetic = Arithmetic(op, tree.total, fold=tree.local)
         wires = [arithmetic.dtypes(spec.dtype)[0] for spec in specs]
         indices = self.replicas.gpus_here if any(spec.device for spec in specs) else ()
         gpus = self.group.devices.gpus_of_process(indices) if indices else None
@@ -353,8 +353,8 @@ class Reductions:
         """Return how numbers are reduced: a fused execution adds node by node, the others add all ranks at once."""
         tree = self.replicas.tree
         if tree is not None:
-            folds = (tree.within_node, tree.across_nodes) if is_fused else (tree.world, None)
-            return Arithmetic.in_tree(call.op, tree.total, *folds)
+            fold, fold_across = (tree.within_node, tree.across_nodes) if is_fused else (tree.world, None)
+            return Arithmetic(call.op, tree.total, fold=fold, fold_across=fold_across)
         by_node = self._algorithm._compresses_between_nodes and is_to_all
         return Arithmetic.of(call.op, call.options, self.group.levels, by_node)
 

@@ -97,11 +97,6 @@ class Arithmetic(NamedTuple):
         half = bfloat16() if options.compression is Compression.BF16 else np.dtype(np.float16)
         return plain._replace(half=half, rounds_everywhere=everywhere or not by_node)
 
-    @classmethod
-    def in_tree(cls, op: ReduceOp, num_replicas: int, fold: Fold, fold_across: Fold | None = None) -> Arithmetic:
-        """Make the arithmetic of a call that adds replicas in the order of a tree. Arguments are the attributes."""
-        return cls(op, num_replicas, fold=fold, fold_across=fold_across)
-
     @property
     def half_between_nodes(self) -> np.dtype[Any] | None:
         """The half precision of float32 numbers that leave a node; `None` if every rank rounds, or none does."""
