@@ -9,7 +9,7 @@ from mpidist.errors import InvalidArgumentError, PeerFailedError
 from mpidist.transport.agreement.agreement import CLOSE, END
 from mpidist.transport.agreement.fingerprint import StepExit
 from mpidist.transport.agreement.slow_ranks import WaitReport
-from mpidist.transport.text import name_ranks
+from mpidist.transport.text import group_ranks, name_ranks
 
 __all__ = [
     "CallReport",
@@ -116,9 +116,7 @@ def mismatch_error(everyone: Sequence[Mapping[str, str]], sequence: int) -> Inva
     head = f"{calls.pop()} (call {sequence}): " if len(calls) == 1 else f"call {sequence}: "
     lines = [f"{head}{what}, so nothing was sent"]
     for name in names:
-        groups: dict[str, list[int]] = {}
-        for rank, fields in enumerate(everyone):
-            groups.setdefault(fields.get(name, "-"), []).append(rank)
+        groups = group_ranks({rank: fields.get(name, "-") for rank, fields in enumerate(everyone)})
         if len(groups) > 1:
             if len(lines) > _MAX_LINES:
                 lines.append("  ... and more")
