@@ -156,7 +156,7 @@ class Pending:
         self.is_ahead = False
         try:
             with np.errstate(all="ignore"):
-                complete(self._until_launched() if to_launch else self._until_done(), check_peers)
+                complete(self._rest(to_launch), check_peers)
         except BaseException as error:
             with suppress(BaseException):
                 self._steps.throw(error)  # breaks the call off, and so tells the other ranks
@@ -173,12 +173,9 @@ class Pending:
         self.unread = []
         self._end(None, RuntimeError(f"this reduction was given up by {why} before it was done; start it again"))
 
-    def _until_done(self) -> Steps:
-        self._end((yield from self._steps), None)
-
-    def _until_launched(self) -> Steps:
+    def _rest(self, to_launch: bool) -> Steps:
         try:
-            while not self.is_launched:
+            while not (to_launch and self.is_launched):
                 yield next(self._steps)
         except StopIteration as end:
             self._end(end.value, None)
@@ -317,7 +314,7 @@ class PendingCalls:
                     raise OtherThreadError("a call that another thread started is not over: wait for it in that thread")
                 self._join_ahead()
                 if self.queue and self.queue[0].place is not Workplace.HOST and (last is None or last in self.queue):
-                    self._launch_first()
+                    self._finish_first(self.queue, to_launch=True)
                 elif self.launched:
                     self._finish_first(self.launched)
                 elif self.queue:
@@ -357,20 +354,15 @@ class PendingCalls:
         if self.queue and self.queue[0].place not in self._in_thread:
             self._agreement.mark_started()
 
-    def _launch_first(self) -> None:
-        """Advance the first call to its launch, so that later calls can progress. Waits for the other ranks."""
-        call = self.queue.popleft()
+    def _finish_first(self, calls: deque[Pending], to_launch: bool = False) -> None:
+        """Finish the first call, or only launch it, so that later calls can progress. Waits for the other ranks."""
+        call = calls.popleft()
         self._agreement.restart_clock()
         try:
-            call.finish(self._agreement.check_peers, to_launch=True)
+            call.finish(self._agreement.check_peers, to_launch)
         finally:
             if not call.is_done:
                 self.launched.append(call)
-
-    def _finish_first(self, calls: deque[Pending]) -> None:
-        call = calls.popleft()
-        self._agreement.restart_clock()
-        call.finish(self._agreement.check_peers)
 
     def _advance(self, may_block: bool, is_caller: bool) -> None:
         """Advance launched calls, which only the caller does, then the first calls up to one that cannot progress."""
