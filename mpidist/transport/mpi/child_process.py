@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Final, final
+from typing import Any, Final
 
 from mpidist.errors import TopologyError
 from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, OF_LAUNCHED_PROCESSES, PMI_FD
@@ -29,6 +29,7 @@ __all__ = [
 _STAT_BYTES: Final = 4096  # more than the line has
 # A variable, which children inherit, with the id of the process that started MPI.
 _MARK: Final = "_MPIDIST_RANK_PID"
+_IMPORTED_BY: Final = os.getpid()  # processes that are forked later have other ids
 # Whether this program's environment is that of a rank which started it, in several steps perhaps.
 INHERITS_FROM_RANK: Final = os.environ.get(_MARK, "") not in ("", str(os.getpid()))
 # Programs that start ranks: a process that they start is a rank of its own, also below another rank.
@@ -36,18 +37,6 @@ _LAUNCHERS: Final = (
     "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prted", "prterun", "slurmstepd",
     "srun",
 )  # fmt: skip
-
-
-@final
-class _Process:
-    is_forked = False  # whether this process was forked from one that had imported this module
-
-    @classmethod
-    def note_fork(cls) -> None:
-        cls.is_forked = True
-
-
-os.register_at_fork(after_in_child=_Process.note_fork)
 
 
 def mark_rank(environ: MutableMapping[str, str]) -> None:
@@ -75,7 +64,7 @@ def require_no_child(environ: Mapping[str, str]) -> None:
         return
     if is_of_launch and _is_worker():
         what = f"process {own} is a multiprocessing worker of a rank"
-    elif pid and _Process.is_forked:
+    elif pid and os.getpid() != _IMPORTED_BY:
         what = f"process {own} was forked from a rank, process {pid}"
     elif pid and is_of_launch and _is_below(int(pid)):
         what = f"process {own} is a child of a rank, process {pid}"
