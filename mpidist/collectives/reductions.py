@@ -17,7 +17,7 @@ from mpidist.collectives.device_calls import DeviceCalls
 from mpidist.collectives.plans.arithmetic import Arithmetic, OverflowReport, result_dtypes
 from mpidist.collectives.plans.call import Execution, Plan, ReductionCall
 from mpidist.collectives.plans.fused_execution import CarriedExecution, FusedExecution
-from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas, require_like_operands
+from mpidist.collectives.plans.local_sums import LocalSums, open_all_replicas
 from mpidist.collectives.plans.packed_execution import PackedExecution, PackedPart, reduce_to_ranks
 from mpidist.collectives.plans.plan import make_fused_lists, make_messages
 from mpidist.collectives.plans.reduce_algorithm import Reduce, ReduceAlgorithm
@@ -159,7 +159,7 @@ class Reductions:
         """Check the arguments, and find or make the plan. Local; raises the error of the arguments."""
         call.operands = operands = Operands(call.values)
         if self.replicas.tree is not None:
-            self._open_replicas(call)
+            call.components = [own.arrays for own in open_all_replicas(operands, call.others, self.replicas)]
         call.plan = plan = self._plan_of(call)
         call.details = plan.details
         call.fingerprint = plan.fingerprint ^ name_digest(call.name)
@@ -191,12 +191,6 @@ class Reductions:
         if call.outs is None:
             return call.operands.restore(results)
         return write_outs(call.outs, results, self.group.shared)
-
-    def _open_replicas(self, call: ReductionCall) -> None:
-        """Check that the replicas of this rank pass like arrays. Local."""
-        operands = open_all_replicas(call.operands, call.others, self.replicas)
-        require_like_operands(operands, self.replicas.ids_here)
-        call.components = [own.arrays for own in operands]
 
     def _begin(self, call: ReductionCall) -> None:
         """Begin a started call, once the calls before it are done. Local; never raises, but stores the error."""

@@ -19,7 +19,7 @@ from mpidist.transport.host_memory.result_memory import SumMemory
 from mpidist.transport.nccl.gpus_of_process import GpusOfProcess
 from mpidist.transport.tree import Fold
 
-__all__ = ["LocalSums", "open_all_replicas", "require_like_operands", "require_tree_order"]
+__all__ = ["LocalSums", "open_all_replicas", "require_tree_order"]
 
 _SMALL: Final = 4096  # elements: to add fewer takes less time than to begin an addition
 
@@ -131,24 +131,19 @@ class LocalSums:
 
 
 def open_all_replicas(first: Operands, others: Sequence[Sequence[Any]], replicas: Replicas) -> list[Operands]:
-    """Open the values of this rank's replicas, of which the first is opened. Local.
+    """Open the values of this rank's replicas, of which the first is opened; refuse unlike shapes and dtypes. Local.
 
     Arrays in device memory stay where they are, if each replica has a GPU of its own; else they come to the first GPU.
     """
+    operands, replica_ids = [first], replicas.ids_here
     if not replicas.gpus_here:
         if replicas.has_several_gpus:
             wait_for_devices(replicas.devices)
-        return [first, *map(Operands, others)]
-    operands = [first]
-    for at, values in enumerate(others, 1):
-        with on_device(replicas.devices, at):
-            operands.append(Operands(values))
-    return operands
-
-
-def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[int]) -> None:
-    """Check that the replicas of this rank pass arrays of the same shapes and dtypes."""
-    first = operands[0]
+        operands += map(Operands, others)
+    else:
+        for at, values in enumerate(others, 1):
+            with on_device(replicas.devices, at):
+                operands.append(Operands(values))
     for replica_id, other in zip(replica_ids, operands, strict=True):
         if other.key == first.key or other.specs == first.specs:
             continue
@@ -157,6 +152,7 @@ def require_like_operands(operands: Sequence[Operands], replica_ids: Sequence[in
             f"array {index} of replica {replica_id} is {other.specs[index]!r}, and that of replica {replica_ids[0]} is "
             f"{first.specs[index]!r}; all replicas must pass arrays of one shape and dtype"
         )
+    return operands
 
 
 def require_tree_order(options: CommunicationOptions, algorithm: str | None) -> None:
