@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Final, final
+from functools import partial
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 
 from mpidist.transport.communicator import Array, shard_bounds
 from mpidist.transport.mpi.communicator import MpiCommunicator
+from mpidist.transport.mpi.library import Request
 from mpidist.transport.reduction import Reduction, narrow, widen
 from mpidist.transport.waiting import never_free
 
@@ -19,16 +20,29 @@ __all__ = ["ShardAllReduce", "ShardExchange"]
 
 _TAGS: Final = 16384  # used in turn; MPI guarantees 32,768, and far fewer are in use at once
 
+# The steps of a shard's all-reduce: each yields messages, and the next step begins when they are complete. The argument
+# gets the memory of messages, which MPI may still use if an interrupt ends a step.
+_Steps: TypeAlias = Callable[[list[Array]], Iterator[list[Request]]]
 
-class ShardAllReduce(ABC):
+
+@final
+class ShardAllReduce:
     """The all-reduce of one shard across nodes. Only `progress` advances it."""
 
-    def __init__(self) -> None:
-        self.is_done = False
+    def __init__(self, across: MpiCommunicator, steps: _Steps) -> None:
+        self._across, self._memory = across, list[Array]()
+        self._steps = steps(self._memory)
+        self._messages = next(self._steps, None)
 
-    @abstractmethod
+    @property
+    def is_done(self) -> bool:
+        """Whether the result is in the shard."""
+        return self._messages is None
+
     def progress(self) -> None:
         """Handle messages that have arrived, and send what can be sent. Local."""
+        while self._messages is not None and self._across.test_all(self._messages):
+            self._messages = next(self._steps, None)
 
 
 @final
@@ -49,8 +63,8 @@ class ShardExchange:
         """
         tag = self._next_tag()
         if half is None:
-            return self._track(_DirectAllReduce(self._across, buffer, reduction, tag))
-        return self._track(_CompressedAllReduce(self._across, buffer, reduction, half, tag))
+            return self._track(partial(_direct, self._across, buffer, reduction, tag))
+        return self._track(partial(_compressed, self._across, buffer, reduction, half, tag))
 
     def start_chain(self, buffer: Array, fold: Callable[[Array | None], None]) -> ShardAllReduce:
         """Start to all-reduce a shard in rank order: node after node adds its parts; the result returns the same way.
@@ -59,7 +73,7 @@ class ShardExchange:
         adds the parts of this node to the sum of all earlier nodes (`None` on the first), and leaves the sum in
         `buffer` [m].
         """
-        return self._track(_ChainAllReduce(self._across, buffer, fold, self._next_tag()))
+        return self._track(partial(_chain, self._across, buffer, fold, self._next_tag()))
 
     def progress(self) -> None:
         """Advance all shards that are not done. Local."""
@@ -73,101 +87,54 @@ class ShardExchange:
         never_free(tuple(self._unfinished))
         self._unfinished.clear()
 
-    def _track(self, shard: ShardAllReduce) -> ShardAllReduce:
-        self._unfinished.append(shard)
-        return shard
+    def _track(self, steps: _Steps) -> ShardAllReduce:
+        self._unfinished.append(ShardAllReduce(self._across, steps))
+        return self._unfinished[-1]
 
     def _next_tag(self) -> int:
         self._started = (self._started + 1) % (_TAGS // 2)
         return 2 * self._started
 
 
-@final
-class _DirectAllReduce(ShardAllReduce):
-    """Sends each part of the shard to the rank that owns the part. The owner adds, and sends the sum to all ranks."""
-
-    def __init__(self, across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int) -> None:
-        super().__init__()
-        self._across, self._buffer, self._reduction, self._tag = across, buffer, reduction, tag
-        self._bounds = shard_bounds(buffer.size, across.size)
-        self._own = buffer[self._bounds[across.rank] : self._bounds[across.rank + 1]]
-        self._incoming = np.empty((across.size, self._own.size), buffer.dtype)
-        self._requests = across.start_parts(buffer, self._bounds, self._incoming, tag)
-        self._is_adding = True
-        across.traffic.add("exchange", 2 * (buffer.nbytes - self._own.nbytes))
-
-    def progress(self) -> None:
-        if self._is_adding and self._across.test_all(self._requests):
-            self._add()
-        if not self._is_adding and not self.is_done and self._across.test_all(self._requests):
-            self.is_done = True
-
-    def _add(self) -> None:
-        self._across.join_parts(self._incoming, self._own, self._reduction, self._own)
-        self._requests = self._across.start_shards(self._buffer, self._bounds, self._tag + 1)
-        self._is_adding = False
+def _direct(
+    across: MpiCommunicator, buffer: Array, reduction: Reduction, tag: int, memory: list[Array]
+) -> Iterator[list[Request]]:
+    """Send each part of the shard to the rank that owns the part. The owner adds, and sends the sum to all ranks."""
+    bounds = shard_bounds(buffer.size, across.size)
+    own = buffer[bounds[across.rank] : bounds[across.rank + 1]]
+    incoming = np.empty((across.size, own.size), buffer.dtype)
+    memory += buffer, incoming
+    across.traffic.add("exchange", 2 * (buffer.nbytes - own.nbytes))
+    yield across.start_parts(buffer, bounds, incoming, tag)
+    across.join_parts(incoming, own, reduction, own)
+    yield across.start_shards(buffer, bounds, tag + 1)
 
 
-@final
-class _CompressedAllReduce(ShardAllReduce):
-    """Sends a float32 shard in half precision. The owner of a part rounds it, too, so that all ranks get equal bits."""
-
-    def __init__(
-        self, across: MpiCommunicator, buffer: Array, reduction: Reduction, half: np.dtype[Any], tag: int
-    ) -> None:
-        super().__init__()
-        self._buffer, self._half = buffer, np.empty(buffer.size, half)
-        across.traffic.overflowed += narrow(buffer, self._half)
-        self._rounded = _DirectAllReduce(across, self._half, replace(reduction, counts_overflow=True), tag)
-
-    def progress(self) -> None:
-        self._rounded.progress()
-        if self._rounded.is_done and not self.is_done:
-            widen(self._half, self._buffer)
-            self.is_done = True
+def _compressed(
+    across: MpiCommunicator, buffer: Array, reduction: Reduction, half: np.dtype[Any], tag: int, memory: list[Array]
+) -> Iterator[list[Request]]:
+    """Send a float32 shard in half precision. The owner of a part rounds it, too, so that all ranks get equal bits."""
+    rounded = np.empty(buffer.size, half)
+    across.traffic.overflowed += narrow(buffer, rounded)
+    yield from _direct(across, rounded, replace(reduction, counts_overflow=True), tag, memory)
+    widen(rounded, buffer)
 
 
-@final
-class _ChainAllReduce(ShardAllReduce):
-    """Sends partial sums up the nodes, and the result back down."""
-
-    def __init__(self, across: MpiCommunicator, buffer: Array, fold: Callable[[Array | None], None], tag: int) -> None:
-        super().__init__()
-        self._across, self._buffer, self._fold, self._tag = across, buffer, fold, tag
-        self._below = across.rank - 1 if across.rank > 0 else None
-        self._above = across.rank + 1 if across.rank + 1 < across.size else None
-        self._is_added = self._is_sent_down = False
-        self._incoming: Array | None = None
-        if self._below is None:
-            self._add_and_send_up()
-        else:
-            self._incoming = np.empty(buffer.size, buffer.dtype)
-            self._requests = across.receive(self._incoming, self._below, tag)
-        hops = (self._below is not None) + (self._above is not None)
-        across.traffic.add("exchange", hops * buffer.nbytes)
-
-    def progress(self) -> None:
-        if self.is_done or not self._across.test_all(self._requests):
-            return
-        if not self._is_added:
-            self._add_and_send_up()
-        elif self._below is not None and not self._is_sent_down:
-            self._send_down()
-        else:
-            self.is_done = True
-
-    def _add_and_send_up(self) -> None:
-        self._fold(self._incoming)
-        self._is_added = True
-        if self._above is None:
-            self._send_down()
-            return
-        self._outgoing = self._buffer.copy()  # the result comes back into the buffer
-        self._requests = self._across.receive(self._buffer, self._above, self._tag + 1)
-        self._requests += self._across.send(self._outgoing, self._above, self._tag)
-
-    def _send_down(self) -> None:
-        self._is_sent_down = True
-        self._requests = []
-        if self._below is not None:
-            self._requests = self._across.send(self._buffer, self._below, self._tag + 1)
+def _chain(
+    across: MpiCommunicator, buffer: Array, fold: Callable[[Array | None], None], tag: int, memory: list[Array]
+) -> Iterator[list[Request]]:
+    """Send partial sums up the nodes, and the result back down."""
+    rank, last, incoming = across.rank, across.size - 1, None
+    across.traffic.add("exchange", ((rank > 0) + (rank < last)) * buffer.nbytes)
+    memory.append(buffer)
+    if rank > 0:
+        incoming = np.empty(buffer.size, buffer.dtype)
+        memory.append(incoming)
+        yield across.receive(incoming, rank - 1, tag)
+    fold(incoming)
+    if rank < last:
+        outgoing = buffer.copy()  # the result comes back into the buffer
+        memory.append(outgoing)
+        yield across.receive(buffer, rank + 1, tag + 1) + across.send(outgoing, rank + 1, tag)
+    if rank > 0:
+        yield across.send(buffer, rank - 1, tag + 1)

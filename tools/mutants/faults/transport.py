@@ -102,14 +102,14 @@ FAULTS = [
     ),
     Fault(
         "shared_memory/inter_node.py",
-        "across.traffic.overflowed += narrow(buffer, self._half)",
-        "narrow(buffer, self._half)",
+        "across.traffic.overflowed += narrow(buffer, rounded)",
+        "narrow(buffer, rounded)",
         "overflow between nodes is not counted",
     ),
     Fault(
         "shared_memory/inter_node.py",
-        "self._outgoing = self._buffer.copy()",
-        "self._outgoing = self._buffer",
+        "outgoing = buffer.copy()",
+        "outgoing = buffer",
         "the result comes into what is still being sent",
     ),
     Fault(
