@@ -284,12 +284,8 @@ def _concatenated(parts: Sequence[Any], axis: int) -> Any:
                 f"Shape mismatch off axis {axis}: replicas of this rank pass {first.dtype.name}{list(first.shape)} and "
                 f"{part.dtype.name}{list(part.shape)}"
             )
-    ends = [0, *accumulate(_require_gatherable(part).shape[at] for part in parts)]
-    shape = (*first.shape[:at], ends[-1], *first.shape[at + 1 :])
-    joined = arrays.empty(shape, native_dtype(first.dtype), arrays.is_device(first))
-    for part, (start, stop) in zip(parts, pairwise(ends), strict=True):
-        joined.swapaxes(0, at)[start:stop] = part.swapaxes(0, at)
-    return joined
+    gathered = [*map(_require_gatherable, parts)]
+    return np.concatenate(gathered, axis=at, dtype=native_dtype(first.dtype), casting="unsafe")
 
 
 def _require_gatherable(array: Any) -> Any:
