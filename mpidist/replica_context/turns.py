@@ -51,7 +51,7 @@ class _Replica:
     """One replica: its stack, its contexts, and where it stands. The stack is kept from run to run.
 
     `meeting`: the call in which the replica waits; `None` before its first turn and after its end. `error`: what ended
-    the replica. `result`: that of the run's function.
+    the replica. `result`: that of the run's function. `outcome`: that of the replica's call, for its next turn.
     """
 
     def __init__(self, replica_id: int) -> None:
@@ -73,12 +73,8 @@ class _Replica:
         self._body, self._device = body, device
         self._stack.gr_context = copy_context()  # context variables, such as NumPy's error state
         self._contexts = context_stack.copy_entries()
-        self._outcome: Any = self._run
+        self.outcome: Any = self._run
         self._refusal: tuple[Any, ...] | None = None
-
-    def answer(self, outcome: Any) -> None:
-        """Store the result of the replica's call, for its next turn."""
-        self._outcome = outcome
 
     def refuse(self, error: BaseException) -> None:
         """Store an exception, which the replica's call raises at its next turn."""
@@ -93,8 +89,8 @@ class _Replica:
         """Run the replica up to its next meeting, or to its end."""
         if self._device is not None:
             self._device.use()
-        outcome, refusal = self._outcome, self._refusal
-        self.meeting = self._outcome = self._refusal = None
+        outcome, refusal = self.outcome, self._refusal
+        self.meeting = self.outcome = self._refusal = None
         outer = context_stack.exchange_entries(self._contexts)
         try:
             if refusal is not None:
@@ -252,7 +248,7 @@ class Turns:
         if self.has_several_gpus:
             arrays.wait_for_stream()
         for (replica, _), outcome in zip(waiting, outcomes, strict=True):
-            replica.answer(outcome)
+            replica.outcome = outcome
 
     def _make(self, meeting: _Meeting, arguments: Sequence[Any], error: Exception | None) -> Sequence[Any]:
         """Make a call; then commit the replicas' writes, or drop them if the call is refused."""
