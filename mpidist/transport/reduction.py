@@ -132,12 +132,7 @@ class _Accumulators(threading.local):
     """The accumulators of half-precision numbers: one for each dtype and thread."""
 
     def __init__(self) -> None:
-        self._made: dict[np.dtype[Any], HalfAccumulator] = {}
-
-    def of(self, dtype: np.dtype[Any]) -> HalfAccumulator:
-        if dtype not in self._made:
-            self._made[dtype] = HalfAccumulator(dtype)
-        return self._made[dtype]
+        self.of = functools.cache(HalfAccumulator)
 
 
 _accumulators: Final = _Accumulators()
