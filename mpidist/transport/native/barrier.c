@@ -24,28 +24,23 @@ static int barrier_init(Barrier *self, PyObject *args, PyObject *kwargs)
     PyObject *windows;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!ii", names, &PyList_Type, &windows, &self->rank, &self->spins)) return -1;
     const Py_ssize_t size = PyList_GET_SIZE(windows);
-    PyObject *kept = PyList_AsTuple(windows);
-    char **parts = PyMem_Calloc(size ? size : 1, sizeof *parts);
-    if (!kept || !parts) {
-        Py_XDECREF(kept);
-        PyMem_Free(parts);
+    self->windows = PyList_AsTuple(windows);
+    self->parts = PyMem_Calloc(size ? size : 1, sizeof *self->parts);
+    if (!self->windows || !self->parts) {
         PyErr_NoMemory();
         return -1;
     }
-    Py_XSETREF(self->windows, kept);
-    PyMem_Free(self->parts);
-    self->parts = parts;
     self->forced_way = -1;
     for (Kind kind = 0; kind < NUM_KINDS; kind++) choice_init(&self->choices[kind]);
     self->size = (int)size;
     for (Py_ssize_t at = 0; at < size; at++) {
-        PyObject *window = PyTuple_GET_ITEM(kept, at);
+        PyObject *window = PyTuple_GET_ITEM(self->windows, at);
         if (!PyArray_Check(window) || PyArray_NBYTES((PyArrayObject *)window) < LINE_BYTES || self->rank < 0 ||
             self->rank >= size) {
             PyErr_SetString(PyExc_ValueError, "Barrier: needed are each rank's part of a window, and a rank");
             return -1;
         }
-        parts[at] = PyArray_BYTES((PyArrayObject *)window);
+        self->parts[at] = PyArray_BYTES((PyArrayObject *)window);
     }
     return 0;
 }

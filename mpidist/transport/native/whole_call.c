@@ -182,14 +182,10 @@ static int whole_call_init(WholeCall *self, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "WholeCall: needed are a flight recorder's memory, and a TwoShot or None");
         return -1;
     }
-    Py_INCREF(barrier);
-    Py_XSETREF(self->barrier, (Barrier *)barrier);
-    Py_XINCREF(dtype);
-    Py_XSETREF(self->dtype, (PyArray_Descr *)dtype);
-    Py_INCREF(flight);
-    Py_XSETREF(self->flight, flight);
-    if (two_shot != Py_None) Py_INCREF(two_shot);
-    Py_XSETREF(self->two_shot, two_shot == Py_None ? NULL : (TwoShot *)two_shot);
+    self->barrier = (Barrier *)Py_NewRef(barrier);
+    self->dtype = (PyArray_Descr *)Py_XNewRef(dtype);
+    self->flight = Py_NewRef(flight);
+    self->two_shot = two_shot == Py_None ? NULL : (TwoShot *)Py_NewRef(two_shot);
     self->words = (npy_int64 *)PyArray_BYTES((PyArrayObject *)flight);
     return 0;
 }
