@@ -27,7 +27,9 @@ __all__ = ["DistributedIterator", "OptionalBatch"]
 logger = logging.getLogger(__name__)
 
 _END: Final = object()  # takes the place of a batch after the last one
-_IN_STEP: Final = "Let all ranks stop at the same step, by a value that is reduced over ranks"
+_IN_STEP: Final = (
+    "Let all ranks stop at the same step, by a value that is reduced over ranks, and load the same position"
+)
 
 
 @final
@@ -56,8 +58,8 @@ class OptionalBatch:
 class DistributedIterator(Iterator[Any]):
     """One pass over a distributed data set. Every step is collective: one small round over all ranks.
 
-    In the round ranks compare the data set, the pass and the step; of global batches also whether there is one, its
-    length, and at the first step a checksum. After an error the pass is over on all ranks.
+    In the round ranks compare the data set, the pass, where it begins, and the step; of global batches also whether
+    there is one, its length, and at the first step a checksum. After an error the pass is over on all ranks.
     """
 
     def __init__(self, strategy_parts: StrategyParts, number: int, progress: Progress, options: InputOptions) -> None:
@@ -150,7 +152,10 @@ class DistributedIterator(Iterator[Any]):
         begun = time.monotonic_ns()
         step, part, error = self._read(position)
         nanoseconds = time.monotonic_ns() - begun
-        pass_ = f"that began with call {self._first_call}" if self._num_steps else "begins"
+        if self._num_steps:
+            pass_ = f"that began with call {self._first_call}"
+        else:  # from another position, which a program may have loaded, a rank would have other batches
+            pass_ = f"begins at epoch {position.epoch}, {self._source.unit} {position.num_seen}"
         fields = {"pass": pass_, "step": str(self._num_steps), "advice": _IN_STEP}
         variant = fingerprint_of((part is not _END, step.common_fields, error is not None)) | 1  # never 0
         has_same_variant = self._strategy_parts.agree(self._call, fields, variant=variant)

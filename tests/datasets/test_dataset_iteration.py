@@ -251,6 +251,17 @@ def test_iteration_of_overlapping_passes_raises_where_ranks_differ(comm, strateg
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.parametrize("field", ["epoch", "steps"])
+def test_load_state_dict_of_unlike_positions_raises_everywhere(comm, strategy, field):
+    dataset = strategy.distribute_datasets_from_function(lambda _: [np.ones(4)] * 3)
+    dataset.load_state_dict({"epoch": 0, "steps": 0, "pipelines": 3, "replicas": 3, field: int(comm.rank == 1)})
+    epoch, steps = (1, 0) if field == "epoch" else (0, 1)
+    text = f"pass: rank.* begins at epoch 0, steps 0; rank 1: begins at epoch {epoch}, steps {steps}.*same position"
+    with raises_everywhere(comm, InvalidArgumentError, text):
+        list(dataset)
+
+
+@pytest.mark.ranks(3)
 def test_without_checks_numbers_in_batches_are_not_compared(comm, monkeypatch):
     """But not the steps: they need the round to end together."""
     monkeypatch.setenv("MPIDIST_CHECK", "0")
