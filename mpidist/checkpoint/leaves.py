@@ -49,20 +49,23 @@ class Leaf(ABC):
 
     `name` is the leaf's in the checkpoint, `weights['kernel']`, and `label` the one for people. A state must be like
     `form`, `float32[3, 2]`; `dtype` and `shape` are those of an array. `states` copies the state to other memory if
-    `copies_state`.
+    `copies_state`. Refuses dtypes that a file cannot hold, and the kinds of `refused_kinds`.
     """
 
     owner = Owner.RANK
     copies_state = False
+    refused_kinds = "US"
 
-    def __init__(self, name: str, value: Any, like: Any = None) -> None:
+    def __init__(self, name: str, value: Any, like: Any = None, label: str = "") -> None:
         like = value if like is None else like  # what states are like
-        self.name = self.label = name
+        self.name, self.label = name, label or name
         self._value = value
         self.form = form_of(like)
         is_array = hasattr(like, "shape") and not _is_plain(like)
         self.dtype: np.dtype[Any] | None = native_dtype(np.dtype(like.dtype)) if is_array else None
         self.shape: tuple[int, ...] = tuple(like.shape) if is_array else ()
+        if self.dtype is not None:
+            _require_numbers(self.label, self.dtype, self.refused_kinds)
 
     @abstractmethod
     def states(self) -> list[State]:
@@ -85,9 +88,8 @@ class _MirroredLeaf(Leaf):
     """A variable whose copies are equal, or which lives on servers, or belongs to this rank alone."""
 
     def __init__(self, name: str, variable: Any, owner: Owner) -> None:
-        super().__init__(name, variable)
+        super().__init__(name, variable, label=f"{name} (variable {variable.name!r})")
         self.owner = owner
-        self.label = f"{name} (variable {variable.name!r})"
         self._is_on_servers = isinstance(variable, _OF_SERVERS)
         self.copies_state = self._is_on_servers or arrays.is_device(variable.local_value())
 
@@ -148,15 +150,13 @@ class ReplicaLeaf(Leaf):
 class _ArrayLeaf(Leaf):
     """An array of any library, or a number of NumPy: written in place where the library lets it be."""
 
+    refused_kinds = "USM"
+
     def __init__(self, name: str, value: Any) -> None:
         self._library = library_of(value)
         native = self._library.to_native(value)
         super().__init__(name, value, native)
         self.copies_state = arrays.is_device(native)
-        dtype = native.dtype
-        is_raw = dtype.kind == "V" and is_of_numpy(dtype)
-        if dtype.hasobject or dtype.kind in "USM" or is_raw:
-            raise TypeError(f"{name} is an array of dtype {dtype}: a checkpoint holds arrays of numbers")
 
     def states(self) -> list[State]:
         return [_to_host(self._library.to_native(self._value))]
@@ -264,6 +264,13 @@ def leaf_of(name: str, value: Any, strategy: CurrentStrategy) -> Leaf:
             f"{name}: a checkpoint holds variables, arrays, numbers, texts, distributed data sets and random number "
             f"generators of NumPy, in nests, and got {value_text(value)}: {error}"
         ) from None
+
+
+def _require_numbers(label: str, dtype: np.dtype[Any], refused_kinds: str) -> None:
+    is_raw = dtype.kind == "V" and is_of_numpy(dtype)
+    if dtype.hasobject or dtype.kind in refused_kinds or is_raw:
+        advice = "a checkpoint holds arrays of numbers; save texts in a list"
+        raise TypeError(f"{label} is an array of dtype {dtype}: {advice}")
 
 
 def form_of(value: Any) -> str:

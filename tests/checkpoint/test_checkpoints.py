@@ -320,6 +320,7 @@ def test_wrong_use(comm, folder):
             Checkpoint(write=1)
         with strategy.scope():
             checkpoint = Checkpoint(a=np.zeros(3), v=Variable(1.0))
+            text = Variable(np.array(["a"]), name="text")
         with other.scope():
             foreign = Variable(1.0)
         with pytest.raises(AttributeError, match=r"a Checkpoint has no save\(\): write\(path\) writes one .*Manager"):
@@ -336,6 +337,7 @@ def test_wrong_use(comm, folder):
             (np.array(["a"]), TypeError, "array of dtype <U1"),
             (np.array([None]), TypeError, "array of dtype object"),
             (np.array([b"ab"], "V2"), TypeError, r"array of dtype \|?V2"),
+            (text, TypeError, r"^a \(variable 'text'\) is an array of dtype <U1: .*; save texts in a list"),
         ):
             checkpoint.a = bad
             with raises_everywhere(comm, error, pattern):
