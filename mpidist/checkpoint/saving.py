@@ -18,7 +18,7 @@ import numpy as np
 from mpidist import nest
 from mpidist.checkpoint.folder import CheckpointFolder, make_unfinished, publish, remove, unfinished_folders
 from mpidist.checkpoint.folder_lock import FolderLock
-from mpidist.checkpoint.leaves import Leaf, Owner, leaf_of
+from mpidist.checkpoint.leaves import Leaf, Owner, ReplicaLeaf, leaf_of
 from mpidist.checkpoint.parts import Part, Pieces, deal, part_of_rank, require_writers, write_part, writing_ranks
 from mpidist.checksums import checksum, difference_error, difference_text, differences
 from mpidist.context_stack import CurrentStrategy, parts_of
@@ -231,6 +231,10 @@ def leaves_in(items: Mapping[str, Any], strategy: CurrentStrategy) -> dict[str, 
             if item + path in leaves:
                 raise ValueError(f"two leaves of the checkpoint have the name {item + path}: rename one of them")
             leaves[item + path] = leaf_of(item + path, leaf, strategy)
+    for name in leaves:
+        of, _, number = name.rpartition(_OF_REPLICA)
+        if number.isdigit() and isinstance(leaves.get(of), ReplicaLeaf):
+            raise ValueError(f"{name!r} is a name for the copies of {of!r}: rename it")
     return leaves
 
 

@@ -430,6 +430,9 @@ def test_names_are_one_each(comm, folder):
                 Checkpoint(**{name: np.zeros(3)})
         with raises_everywhere(comm, ValueError, r"two leaves of the checkpoint have the name a\['b'\]"):
             Checkpoint(**{"a['b']": 1, "a": {"b": 2}}).write(folder / "two")
+        seen = Variable(0.0, synchronization="on_read", aggregation="sum")
+        with raises_everywhere(comm, ValueError, "'a of replica 0' is a name for the copies of 'a': rename"):
+            Checkpoint(**{"a of replica 0": 1.0, "a": seen}).write(folder / "two")
         checkpoint = Checkpoint(**{"self": 3, "a/b\n": "ü"})
         checkpoint.restore(checkpoint.write(folder / "odd"))
         assert checkpoint.items() == {"self": 3, "a/b\n": "ü"}
