@@ -9,8 +9,10 @@ import numpy as np
 
 from mpidist.transport import arrays
 from mpidist.transport.array_libraries.libraries import library_of
+from mpidist.transport.half import is_of_numpy
+from mpidist.transport.reduction import is_low_precision
 
-__all__ = ["cast_for", "initial_array", "is_python_number", "require_mean"]
+__all__ = ["cast_for", "initial_array", "is_python_number", "require_added", "require_mean"]
 
 
 def is_python_number(value: Any) -> bool:
@@ -36,6 +38,15 @@ def require_mean(dtype: np.dtype[Any], what: str) -> None:
         raise ValueError(
             f"{what} of dtype {dtype.name} cannot have aggregation MEAN, as a mean has a fraction; give the variable a "
             "dtype of floating-point numbers (dtype='float32'), or another aggregation, as SUM"
+        )
+
+
+def require_added(dtype: np.dtype[Any], what: str, aggregation: object) -> None:
+    """Require that copies of a variable can be added: that it is of NumPy's dtypes, or one that is added as float32."""
+    if not (is_of_numpy(dtype) or is_low_precision(dtype)):
+        raise ValueError(
+            f"{what} of dtype {dtype.name} cannot be ON_READ with aggregation {aggregation}, as its copies cannot be "
+            "added; give the variable another dtype (dtype='float32'), or the aggregation ONLY_FIRST_REPLICA"
         )
 
 

@@ -20,7 +20,7 @@ from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.values import DistributedValues, PerReplica, local_component
 from mpidist.variables.array_protocol import ReadsAsArray
 from mpidist.variables.assigning import Assignable
-from mpidist.variables.casting import cast_for, initial_array, require_mean
+from mpidist.variables.casting import cast_for, initial_array, require_added, require_mean
 from mpidist.variables.rules import VariableAggregation, VariableSynchronization, chosen_synchronization
 
 __all__ = ["Variable"]
@@ -102,8 +102,7 @@ class Variable(DistributedValues, Assignable, ABC):
             self._aggregation = VariableAggregation(aggregation)
             value = initial_value() if callable(initial_value) else initial_value
             array = parts_of(strategy).variable_placement.moved(initial_array(value, dtype, f"variable {self._name!r}"))
-            if self._aggregation is VariableAggregation.MEAN:
-                require_mean(array.dtype, f"variable {self._name!r}")
+            self._require_aggregation_of(array.dtype)
             fields = {
                 "name": self._name,
                 "value": f"{array.dtype.name}{list(array.shape)}",
@@ -126,6 +125,15 @@ class Variable(DistributedValues, Assignable, ABC):
                 rank_from_environment(os.environ) or 0,
                 self._name,
             )
+
+    def _require_aggregation_of(self, dtype: np.dtype[Any]) -> None:
+        """Require that the aggregation can combine numbers of a dtype."""
+        what, rule = f"variable {self._name!r}", self._aggregation
+        if rule is VariableAggregation.MEAN:
+            require_mean(dtype, what)
+        is_added = rule in (VariableAggregation.SUM, VariableAggregation.MEAN)
+        if is_added and self._synchronization is VariableSynchronization.ON_READ:
+            require_added(dtype, what, rule)
 
     @abstractmethod
     def _place(self, value: Any) -> Sequence[Any]:

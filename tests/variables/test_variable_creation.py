@@ -2,6 +2,7 @@
 
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -133,6 +134,15 @@ def test_variable_that_cannot_be_is_refused():
             "variable 'w' of dtype int8 cannot have aggregation MEAN",
         ),
         ({"aggregation": "MEAN", "initial_value": 1, "synchronization": "ON_READ"}, ValueError, "MEAN"),
+        *(
+            (
+                {"aggregation": rule, "initial_value": np.zeros(2, dtype), "synchronization": "ON_READ"},
+                ValueError,
+                f"^variable 'w' of dtype {np.dtype(dtype)} cannot be ON_READ with aggregation {rule}, .*ONLY_FIRST",
+            )
+            for rule in ("SUM", "MEAN")
+            for dtype in (ml_dtypes.int4, ml_dtypes.float8_e8m0fnu)
+        ),
         ({"initial_value": None}, TypeError, "NoneType"),
         ({"initial_value": object()}, TypeError, "object"),
         ({"initial_value": [[1], [1, 2]]}, ValueError, "variable 'w' takes lists of equal lengths: .*inhomogeneous"),
