@@ -274,7 +274,7 @@ def capture(
     error: Exception | None = None
     try:
         save = make_save()
-        fields["path"] = save.path_text
+        fields |= {"path": save.path_text, "background": str(memory is not None)}
         require_on_difference(on_difference)
         require_writers(writers)
         leaves = leaves_in(items, strategy)

@@ -22,7 +22,7 @@ from mpidist.checkpoint import folder as folder_module
 from mpidist.checkpoint import parts as parts_module
 from mpidist.checkpoint import saving as saving_module
 from mpidist.checkpoint.parts import part_of_rank
-from mpidist.errors import DataLossError
+from mpidist.errors import DataLossError, InvalidArgumentError
 
 pytestmark = [pytest.mark.core, pytest.mark.ranks(1, 3)]
 
@@ -175,6 +175,16 @@ def test_wrong_arguments_are_refused(folder, strategy):
         step = Variable(7)
     for number in (np.array(5), np.int64(6), step):
         assert manager.save(number).endswith(f"-{int(number)}")
+
+
+@pytest.mark.ranks(3)
+def test_manager_background_of_some_ranks_is_refused_on_all(comm, folder, strategy):
+    manager = CheckpointManager(made(strategy, 0), folder, background=comm.rank == 1)
+    text = "save of a checkpoint .*background: rank.* False; rank 1: True"
+    with raises_everywhere(comm, InvalidArgumentError, text):
+        manager.save()
+        strategy.barrier()  # else a rank would wait for the others' next call
+    assert list(folder.iterdir()) == []
 
 
 def cut(path):
