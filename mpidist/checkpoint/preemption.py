@@ -135,11 +135,13 @@ class PreemptionCheckpointHandler:
             notice.decide([(notice.step - 1, notice.reason)])
         if notice.stop_step is not None and notice.step >= notice.stop_step:
             self._leave(notice.reason)
+        calls = self._extended.group.calls
         if notice.step % _STEPS_PER_ROUND == 1:
-            self._sequence = agreement.sequence
-        has_carrier = agreement.compares_all_calls and agreement.sequence != self._sequence
-        if notice.step % _STEPS_PER_ROUND == 0 and not has_carrier:
-            self._extended.agree(_CALL, {}, variant=1)
+            self._sequence = calls.last_made()
+        if notice.step % _STEPS_PER_ROUND == 0:
+            has_carrier = agreement.compares_all_calls and calls.last_made() != self._sequence
+            if not has_carrier:
+                self._extended.agree(_CALL, {}, variant=1)
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._reason:

@@ -118,6 +118,29 @@ train(before_call=fill)
 
 @pytest.mark.no_mpi
 @pytest.mark.core
+def test_preemption_check_counts_started_calls_that_are_not_joined(job):
+    """The second is joined after the first is done: on one rank before the next 16 steps, on the other in them."""
+    body = """
+handler = mpidist.experimental.PreemptionCheckpointHandler(manager)
+started = []
+def start():
+    context = mpidist.get_replica_context()
+    started.extend(context.start_all_reduce("sum", np.ones(4)) for _ in range(2))
+def one_step(number):
+    if number == 16:
+        time.sleep(0.5 * rank)
+        strategy.run(start)
+    if number == 20:
+        print([call.wait()[0] for call in started])
+for number in range(1, 40):
+    handler.run(one_step, number)
+"""
+    ended = job(body, ranks=2, head=HEAD)
+    assert ended.status == 0, ended.err
+
+
+@pytest.mark.no_mpi
+@pytest.mark.core
 def test_in_the_last_step_the_program_ends(job):
     ended = job("train(before_call=lambda step: step == 5 and send())", ranks=2, head=HEAD)
     assert (ended.status, "ended at 6" in ended.out) == (0, True), ended.err

@@ -337,6 +337,14 @@ class PendingCalls:
         joined = self._agreement.sequence  # read first, as the thread may join another call at any time
         return min([joined, *(call.sequence - 1 for call in (*self.launched, *self.queue) if call.sequence)])
 
+    def last_made(self) -> int:
+        """Return the number of the last call that the program has made or started, joined or not yet. Local.
+
+        It is equal on all ranks at one place of the program: which calls are joined depends on the other ranks' times.
+        """
+        with self._lock:
+            return self._agreement.sequence + sum(not call.sequence for call in (*self.launched, *self.queue))
+
     def abandon(self, why: str) -> None:
         """Abandon the calls, and end the thread. `why`: the reason, for errors."""
         with self._lock:
