@@ -148,6 +148,8 @@ def _real_views(tensors: Sequence[Any], name: str) -> tuple[list[Any], str]:
         if len(kinds) > 1 or name not in _OF_BOOLS:
             raise ValueError(f"reduce_op {name} of tensors of {kinds}: bool tensors have {', '.join(_OF_BOOLS)}")
         return [tensor.view(torch.uint8) for tensor in tensors], _OF_BOOLS[name]
+    if name == "AVG" and _are_integers(tensors):
+        raise ValueError("reduce_op AVG of integers: only all_reduce has it; use SUM, and divide the result")
     if name not in _REDUCE_OPS:
         raise ValueError(f"reduce_op {name} is not supported here; there are {', '.join(_REDUCE_OPS)}")
     if any(tensor.is_complex() for tensor in tensors):
@@ -155,6 +157,10 @@ def _real_views(tensors: Sequence[Any], name: str) -> tuple[list[Any], str]:
             raise ValueError(f"reduce_op {name} of complex tensors: they have SUM and AVG")
         tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     return tensors, _REDUCE_OPS[name]
+
+
+def _are_integers(tensors: Sequence[Any]) -> bool:
+    return not any(one.is_floating_point() or one.is_complex() or one.dtype == torch.bool for one in tensors)
 
 
 @final
@@ -284,17 +290,18 @@ class MpiProcessGroup(ProcessGroup):
             call = f"all_reduce {name}" if name in _OF_BITS else "all_reduce"
             run = self._all_reduce_bits if name in _OF_BITS else self._all_reduce_sparse
             return self._start(call, partial(run, call, tensors, name, opts), (tensors, opts))
-        values, reduce_op = _real_views(tensors, name)
         call = "all_reduce"
-        if has_quotients := name == "AVG" and not any(one.is_floating_point() for one in values):
-            reduce_op, call = "sum", "all_reduce AVG of integers"
+        if has_quotients := name == "AVG" and _are_integers(tensors):
+            name, call = "SUM", "all_reduce AVG of integers"
+        values, reduce_op = _real_views(tensors, name)
         pending = self.ops.start_all_reduce(reduce_op, values, self.options_of(opts), out=values, call=call)
 
         def finish() -> None:
             pending.wait()
+            size = np.min_scalar_type(self._size).type(self._size)  # which 8 bits of a tensor may not hold
             for numbers in (one.numpy() for one in values if has_quotients):
-                numbers -= np.fmod(numbers, self._size)  # towards 0, as NCCL rounds
-                numbers //= self._size
+                numbers -= np.fmod(numbers, size)  # towards 0, as NCCL rounds
+                numbers //= size
 
         work = MpiWork(tensors, finish, pending.is_done)
         if not getattr(opts, "asyncOp", True):

@@ -69,6 +69,22 @@ def test_all_reduce_compares_a_mean_of_integers_with_a_sum(ranks, comm):
         dist.all_reduce(torch.ones(3, dtype=torch.int64), op)
 
 
+def test_reduce_refuses_the_mean_of_integers(ranks, comm):
+    """A mean of floating-point numbers would have rounded the large ones."""
+    large = torch.full((2,), 2**61 + 1)
+    with raises_everywhere(comm, ValueError, "AVG of integers: only all_reduce has it; use SUM"):
+        dist.reduce(large, 0, dist.ReduceOp.AVG)
+    with raises_everywhere(comm, ValueError, "AVG of integers: only all_reduce has it; use SUM"):
+        dist.reduce_scatter_tensor(large[:1], large.repeat(ranks[1])[: ranks[1]], dist.ReduceOp.AVG)
+
+
+def test_all_reduce_divides_integers_of_8_bits_by_more_ranks_than_they_count(ranks, monkeypatch):
+    monkeypatch.setattr(dist.group.WORLD, "_size", 200)
+    value = torch.tensor([100 // ranks[1], -100 // ranks[1]], dtype=torch.int8)
+    dist.all_reduce(value, dist.ReduceOp.AVG)
+    equal(value, [0, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 @pytest.mark.parametrize("is_async", [False, True], ids=["now", "later"])
 def test_all_reduce_of_sparse_tensors_has_the_dense_sum(ranks, dtype, is_async):
