@@ -32,7 +32,7 @@ class ShardAllReduce:
     def __init__(self, across: MpiCommunicator, steps: _Steps) -> None:
         self._across, self._memory = across, list[Array]()
         self._steps = steps(self._memory)
-        self._messages = next(self._steps, None)
+        self._messages: list[Request] | None = []
 
     @property
     def is_done(self) -> bool:
@@ -88,8 +88,10 @@ class ShardExchange:
         self._unfinished.clear()
 
     def _track(self, steps: _Steps) -> ShardAllReduce:
-        self._unfinished.append(ShardAllReduce(self._across, steps))
-        return self._unfinished[-1]
+        shard = ShardAllReduce(self._across, steps)
+        self._unfinished.append(shard)  # before its first step, which an interrupt may end
+        shard.progress()
+        return shard
 
     def _next_tag(self) -> int:
         self._started = (self._started + 1) % (_TAGS // 2)

@@ -3,8 +3,10 @@
 Chunks have 128 bytes, so that a few hundred numbers take all slots in turn, several times.
 """
 
+import gc
 import random
 import time
+import weakref
 from itertools import product
 
 import numpy as np
@@ -116,6 +118,25 @@ def test_shards_are_added_in_messages_of_any_length(comm):
         for buffer, numbers in zip(buffers, inputs, strict=True):
             np.testing.assert_array_equal(buffer, numbers.sum(0), strict=False)
         across.free()
+
+
+def test_shard_keeps_its_memory_after_an_interrupt_of_its_start(comm, monkeypatch):
+    """MPI may still write to it."""
+    across, memory = MpiCommunicator(comm.Dup(), "across_nodes"), []
+
+    def interrupt(buffer, bounds, rows, tag):
+        memory.append(weakref.ref(rows))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(across, "start_parts", interrupt)
+    exchange = ShardExchange(across)
+    with pytest.raises(KeyboardInterrupt):
+        exchange.start(np.ones(8), Reduction())
+    exchange.abandon()
+    del exchange
+    gc.collect()
+    assert memory[0]() is not None
+    across.free()
 
 
 def _started(exchange, buffer, way):
