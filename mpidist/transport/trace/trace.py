@@ -51,13 +51,16 @@ class Trace:
         """Record from now on. Local."""
         now = _now()
         self._append({"version": TRACE_VERSION, **header, "time": now, "wall": time.time_ns() - now, "clocks": clocks})
+        if not self.is_open:  # there is no space left
+            return
         _open.append(self)
         self.recorder.after_begin = self._write_if_due
         observers.append(self._add_wait)
 
     def enter(self) -> None:
         """Record that this rank enters a call: its work from then until it joins the call is staging."""
-        self._entered.append(_now())
+        if self.is_open:
+            self._entered.append(_now())
 
     def write(self) -> None:
         """Write the records since the last piece. Local."""

@@ -21,6 +21,7 @@ from mpidist.context_stack import parts_of
 from mpidist.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from mpidist.transport.agreement.agreement import SoloAgreement
 from mpidist.transport.trace.clocks import compare_clocks, name_clock
+from mpidist.transport.waiting import observers
 
 
 @pytest.fixture
@@ -334,6 +335,18 @@ def test_full_disk_or_its_own_length_ends_the_trace_and_not_the_program(tmp_path
     assert "and gets no more; trace a part of the program" in caplog.text
     assert run_command(["trace", "merge", str(tmp_path / "long")]) == 0
     assert "the trace was full before the end" in capsys.readouterr().out
+
+
+@pytest.mark.no_mpi
+def test_trace_that_cannot_begin_on_a_full_disk_gathers_nothing(tmp_path, monkeypatch, caplog):
+    """It would keep waits, and times of calls, in memory until the program ends."""
+    with monkeypatch.context() as patch, OneDeviceStrategy() as strategy:
+        patch.setattr(os, "write", lambda file, data: 0)
+        with strategy.trace(tmp_path):
+            assert not observers
+            strategy.reduce("SUM", 1.0)
+            assert not vars(parts_of(strategy).group.trace)["_entered"]
+    assert (caplog.text.count("there is no space left for it"), observers) == (1, [])
 
 
 KILLED = """
