@@ -277,15 +277,16 @@ def _is_own_part(rank: int, array: Any, out: Any, axis: int) -> bool:
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:
     """Concatenate the arrays of this rank's replicas."""
     first, at = parts[0], axis_of(axis, parts[0].shape)
+    dtype = native_dtype(first.dtype)
     for part in parts:
         shapes = [one.shape[:at] + one.shape[at + 1 :] for one in (first, part)]
-        if part.dtype != first.dtype or part.ndim != first.ndim or shapes[0] != shapes[1]:
+        if native_dtype(part.dtype) != dtype or part.ndim != first.ndim or shapes[0] != shapes[1]:
             raise InvalidArgumentError(
                 f"Shape mismatch off axis {axis}: replicas of this rank pass {first.dtype.name}{list(first.shape)} and "
                 f"{part.dtype.name}{list(part.shape)}"
             )
     gathered = [*map(_require_gatherable, parts)]
-    return np.concatenate(gathered, axis=at, dtype=native_dtype(first.dtype), casting="unsafe")
+    return np.concatenate(gathered, axis=at, dtype=dtype, casting="unsafe")
 
 
 def _require_gatherable(array: Any) -> Any:

@@ -162,6 +162,13 @@ def test_repeated_calls_count_every_replica(strategy):
             assert result.flags.writeable == (into != "new")
 
 
+def test_gather_takes_any_byte_order_of_each_replica(strategy):
+    total = strategy.num_replicas_in_sync
+    gathered = strategy.run(lambda: context().all_gather(np.array([replica_id()], "<>"[replica_id() % 2] + "i4"), 0))
+    for result in strategy.experimental_local_results(gathered):
+        assert (result.dtype, result.tolist()) == (np.int32, [*range(total)])
+
+
 def test_gathers_are_in_the_order_of_replicas(strategy):
     total, ids = strategy.num_replicas_in_sync, ids_here(strategy)
 
