@@ -345,6 +345,7 @@ def test_names_of_tests_begin_with_their_feature():
 TOUCH_PRIVATES = {
     "collectives/test_device_overlap.py": {"_DIRECT_BYTES_OF_DEVICE"},
     "collectives/test_whole_calls.py": {"_timeout_seconds"},
+    "frameworks/test_torch_process_group.py": {"_size"},
     "parameter_server/test_programs.py": {"_advance"},
     "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache", "_kernel_memo"},
     "strategies/test_strategies.py": {"_value"},
