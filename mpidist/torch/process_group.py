@@ -163,6 +163,15 @@ def _are_integers(tensors: Sequence[Any]) -> bool:
     return not any(one.is_floating_point() or one.is_complex() or one.dtype == torch.bool for one in tensors)
 
 
+def _wait_and_divide(pending: PendingResult, sums: Sequence[Any], size: int) -> None:
+    """Wait for sums of integers, and divide them by the number of ranks, rounding towards 0 as NCCL does."""
+    pending.wait()
+    divisor = np.min_scalar_type(size).type(size)  # a Python int must fit into the dtype of the sums
+    for numbers in (one.numpy() for one in sums):
+        numbers -= np.fmod(numbers, divisor)
+        numbers //= divisor
+
+
 @final
 class MpiProcessGroup(ProcessGroup):
     """Ranks that make torch's calls together. Each call is compared on all ranks before data moves, and watched.
@@ -295,14 +304,7 @@ class MpiProcessGroup(ProcessGroup):
             name, call = "SUM", "all_reduce AVG of integers"
         values, reduce_op = _real_views(tensors, name)
         pending = self.ops.start_all_reduce(reduce_op, values, self.options_of(opts), out=values, call=call)
-
-        def finish() -> None:
-            pending.wait()
-            size = np.min_scalar_type(self._size).type(self._size)  # which 8 bits of a tensor may not hold
-            for numbers in (one.numpy() for one in values if has_quotients):
-                numbers -= np.fmod(numbers, size)  # towards 0, as NCCL rounds
-                numbers //= size
-
+        finish = partial(_wait_and_divide, pending, values, self._size) if has_quotients else pending.wait
         work = MpiWork(tensors, finish, pending.is_done)
         if not getattr(opts, "asyncOp", True):
             work.wait()

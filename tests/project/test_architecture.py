@@ -353,6 +353,7 @@ TOUCH_PRIVATES = {
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},
+    "transport/trace/test_traces.py": {"_entered"},
 }
 
 

@@ -345,7 +345,7 @@ def test_trace_that_cannot_begin_on_a_full_disk_gathers_nothing(tmp_path, monkey
         with strategy.trace(tmp_path):
             assert not observers
             strategy.reduce("SUM", 1.0)
-            assert not vars(parts_of(strategy).group.trace)["_entered"]
+            assert not parts_of(strategy).group.trace._entered
     assert (caplog.text.count("there is no space left for it"), observers) == (1, [])
 
 
