@@ -306,7 +306,7 @@ class ParameterServer:
         """Note whose the changes that follow are."""
         connection.call, connection.num_changes = header.variables, 0
         if header.variables:
-            self.store.made = {call: made for call, made in self.store.made.items() if call >= header.rows}
+            self.store.end_calls(header.rows)
         connection.answer(Outcome.OK)
 
     def _end(self, connection: Connection, header: Header) -> Steps:

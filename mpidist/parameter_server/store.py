@@ -83,12 +83,15 @@ class Store:
     Attributes:
         made: The changes of each call of a coordinator's that were made, by their places: an error, or `None`.
         under_way: The calls of which a change is being made.
+        oldest: Calls with lower numbers are over. What a lost worker still sends of one is dropped: another worker has
+            made its changes.
     """
 
     def __init__(self) -> None:
         self.variables: dict[int, Stored] = {}
         self.made: dict[int, dict[int, Exception | None]] = {}
         self.under_way: set[int] = set()
+        self.oldest = 0
         self._rules: list[Rule] = []
 
     def allocate(self, key: int, value: Array, memory: Array | None = None, place: int = NO_PLACE) -> None:
@@ -99,6 +102,11 @@ class Store:
         own = memory.view(value.dtype).reshape(value.shape)
         own[...] = value
         self.variables[key] = Stored(own, place)
+
+    def end_calls(self, oldest: int) -> None:
+        """Note that the calls with lower numbers than `oldest` are over."""
+        self.oldest = max(self.oldest, oldest)
+        self.made = {call: made for call, made in self.made.items() if call >= self.oldest}
 
     def number_of_rule(self, name: str) -> int:
         """Return the number of a rule. Raises `ValueError` if there is no such rule here."""

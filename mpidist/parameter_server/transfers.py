@@ -239,15 +239,16 @@ def make_once(store: Store, connection: Connection, change: Steps) -> Steps:
 
     A worker that is lost may have made some changes of its call. The next worker makes them all again, in the same
     order, and the server drops as many as it has made; one that failed is an error again, and changes nothing more.
+    What the lost worker has sent may also arrive when the other one is done.
     """
     call, place = connection.call, connection.num_changes
     connection.num_changes += 1
     while call in store.under_way:  # by a worker that is lost: that change may be completed, or not
         yield False
-    made = store.made.setdefault(call, {})
-    if place in made:
+    made = store.made.setdefault(call, {}) if call >= store.oldest else None
+    if made is None or place in made:
         yield from connection.drain()
-        problem = made[place]
+        problem = None if made is None else made[place]
         if problem is not None:
             raise problem
         return

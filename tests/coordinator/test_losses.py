@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jobs.faults import FOUR, THREE, job
 from jobs.ulfm import HAS_ULFM, survivor
-from parameter_server.clusters import PATIENT, deadline_of, on_workers
+from parameter_server.clusters import PATIENT, deadline_of, on_workers, role_of
 
 from mpidist import Variable
 from mpidist.errors import DeadlineExceededError, PeerFailedError
@@ -137,6 +137,33 @@ def schedule_and_join(coordinator, calls, fails):
     for _ in range(calls):
         coordinator.schedule(push_what_is_refused, args=(fails,))
     coordinator.join()
+
+
+@pytest.mark.core
+@pytest.mark.ranks(3)
+def test_late_change_of_a_lost_worker_counts_no_second_time(comm):
+    """It arrives when another worker has made the call again, and makes the next one."""
+
+    def work(strategy):
+        with strategy.scope():
+            sums = Variable(0.0)
+        servers = role_of(strategy).servers
+        servers.begin_call(1, 1)
+        strategy.barrier()
+        if strategy.is_chief:
+            sums.assign_add(1.0)
+            servers.begin_call(2, 2)
+            sums.assign_add(10.0)
+            strategy.flush()
+        strategy.barrier()
+        if not strategy.is_chief:
+            sums.assign_add(1.0)
+            strategy.flush()
+        strategy.barrier()
+        servers.begin_call(0, 0)
+        return float(sums)
+
+    assert on_workers(comm, work, on_worker_lost="ignore") == [11.0, 11.0]
 
 
 @pytest.mark.core
