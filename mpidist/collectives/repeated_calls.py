@@ -22,7 +22,7 @@ from mpidist.collectives.arguments.out_arrays import write_outs
 from mpidist.collectives.plans.call import ReductionCall
 from mpidist.collectives.plans.fused_execution import FusedExecution
 from mpidist.collectives.plans.places import NOWHERE
-from mpidist.collectives.plans.repeated_reductions import ListIntoOthers, RepeatedReduction
+from mpidist.collectives.plans.repeated_reductions import Lists, RepeatedReduction
 from mpidist.options import CommunicationOptions, Compression, ReduceOp
 from mpidist.transport.agreement.agreement import Progress
 from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
@@ -429,17 +429,16 @@ class RepeatedCalls:
         reduction = execution.of_list(call, self._group.agreement.flight)
         if reduction is None or not reduction.fits(arrays):
             return
-        cached = _CachedCall(call.like(), execution, reduction)
-        if isinstance(reduction, ListIntoOthers):
-            if reduction.can_write(arrays, outs):
-                self._know(key, outs, cached, reduction.fits, reduction.can_write)
-        elif checked is None:
+        cached, fits_alone = _CachedCall(call.like(), execution, reduction), partial(reduction.fits, need_own_data=True)
+        if checked is None:
             self._know(key, outs, cached, reduction.fits)
         elif is_per_node:
             unchanged = checked.are_unchanged
-            self._know(key, outs, cached, reduction.fits, lambda _, its: unchanged(its), call.variant, outs)
-        else:
+            self._know(key, outs, cached, fits_alone, lambda _, its: unchanged(its), call.variant, outs)
+        elif all(map(operator.is_, outs, arrays)):
             self._know(key, outs, cached, checked.are_unchanged, kept=outs[:1])
+        elif isinstance(reduction, Lists) and fits_alone(arrays) and reduction.can_write(arrays, outs):
+            self._know(key, outs, cached, fits_alone, reduction.can_write)
 
     def _know(
         self,

@@ -21,12 +21,9 @@ from mpidist.collectives.plans.plan import FusedList
 from mpidist.collectives.plans.repeated_reductions import (
     SYMMETRIC_BYTES,
     LargeArray,
-    ListInPlace,
-    ListIntoOthers,
-    ListPerNode,
     Lists,
     ListsOfDtypes,
-    NewList,
+    PerNodeLists,
     RepeatedReduction,
     SmallArray,
     SmallLists,
@@ -165,23 +162,19 @@ class FusedExecution(Execution):
     def of_list(self, call: ReductionCall, flight: Any) -> RepeatedReduction | None:
         """Return what reduces contiguous private lists like this call's again; `None` where C does not add them."""
         places: Places = call.state[0]
-        if call.outs is None:
-            kind: type[Lists] = NewList
-        elif self._writes_outs(places):
-            kind = ListPerNode
-        else:
-            kind = ListInPlace if all(map(is_, call.outs, call.operands.arrays)) else ListIntoOthers
         if not (self._is_compiled and self._agreement_is_barrier) or places.sources is not None:
             return None
-        if self._small is not None:
-            return self._small if kind in (NewList, ListInPlace) else None
-        if len(self._lists) > 1 and kind in (NewList, ListInPlace):
-            return ListsOfDtypes(self, call)
-        if len(self._lists) != 1 or self._empty:
+        is_per_node = self._writes_outs(places)
+        if self._small is not None or len(self._lists) > 1:
+            if is_per_node or not (call.outs is None or all(map(is_, call.outs, call.operands.arrays))):
+                return None
+            return self._small or ListsOfDtypes(self, call)
+        if not self._lists or self._empty:
             return None
         fused = self._lists[0]
         if fused.wire != fused.result_dtype or not fused.keeps_dtype:
             return None
+        kind = PerNodeLists if is_per_node else Lists
         if kind not in self._repeated_lists:
             self._repeated_lists[kind] = kind(self._made[0], self._specs, fused, self._reducer, flight)
         reduction = self._repeated_lists[kind]

@@ -24,12 +24,9 @@ from mpidist.transport.waiting import complete
 
 __all__ = [
     "LargeArray",
-    "ListInPlace",
-    "ListIntoOthers",
-    "ListPerNode",
     "Lists",
     "ListsOfDtypes",
-    "NewList",
+    "PerNodeLists",
     "RepeatedReduction",
     "SYMMETRIC_BYTES",
     "SmallArray",
@@ -60,11 +57,13 @@ class RepeatedReduction(ABC):
     _num_lists = 1  # that a call adds to them
     _nbytes: int
     _forms: list[tuple[tuple[int, ...], np.dtype[Any]]]  # of a list of arrays
-    _needs_own_data = False
 
-    def fits(self, arrays: list[Any]) -> bool:
-        """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtypes."""
-        return bool(native.have_forms(arrays, self._forms, self._needs_own_data, False))
+    def fits(self, arrays: list[Any], need_own_data: bool = False) -> bool:
+        """Whether a list of the right length has such arrays: NumPy's, contiguous, of the right shapes and dtypes.
+
+        `need_own_data`: views do not fit, which may be views of a result, that is written early.
+        """
+        return bool(native.have_forms(arrays, self._forms, need_own_data, False))
 
     def lend(self) -> tuple[Any, int]:
         """Return where a new result is written, and its `LentArrays.place`. Local."""
@@ -299,8 +298,8 @@ class LargeArray(_TwoShots):
         self._arrays.sources, self._arrays.results, self._arrays.place = (value,), (result,), place
 
 
-class Lists(_TwoShots, ABC):
-    """Reduces lists of contiguous arrays, in compiled code."""
+class Lists(_TwoShots):
+    """Reduces lists of contiguous private arrays, in compiled code: into new arrays, in place, or into others."""
 
     def __init__(
         self, made: FusedResults, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None
@@ -315,15 +314,42 @@ class Lists(_TwoShots, ABC):
         """Whether there is compiled code for whole calls. Without, nothing here works."""
         return self._run_whole is not None
 
+    def can_write(self, values: list[Array], outs: list[Any]) -> bool:
+        """Whether outs take the results of values that fit, and each of all these arrays has memory of its own."""
+        are_apart = len({*map(id, values), *map(id, outs)}) == 2 * len(values)
+        return are_apart and bool(native.have_forms(outs, self._forms, True, True))
+
+    def lend(self) -> tuple[LentArrays, int]:
+        lent = self._made.recycled.lend()
+        return lent, lent.place
+
     def run(self, value: list[Array], result: Any, *numbers: int) -> int:
-        """Call `native.WholeCall.run` with the arrays in the order of sending."""
+        """Call `native.WholeCall.run` with the arrays in the order of sending, which new ones have."""
         arrays = self._in_order(value)
-        progress: int = self._run_whole(arrays, arrays if result is value else self._in_order(result), *numbers)
+        if isinstance(result, LentArrays):
+            results = result.arrays
+        else:
+            results = arrays if result is value else self._in_order(result)
+        progress: int = self._run_whole(arrays, results, *numbers)
         return progress
+
+    def close(self, result: Any, is_new: bool) -> Any:
+        self._sums[0] += 1
+        self._sums[1] += self._nbytes
+        if not is_new:
+            return result
+        results: list[Any] = [None] * len(self._forms)
+        self._made.set_new(self._made.recycled.finalize(result), results)
+        self._note_use(self._made.recycled)
+        return results
 
     def _set(self, value: list[Array], result: Any, place: int) -> None:
         self._arrays.sources = sources = self._flat(self._in_order(value))
-        self._arrays.results = sources if result is value else self._flat(self._in_order(result))
+        if result is value:
+            self._arrays.results = sources
+        else:
+            is_new = isinstance(result, LentArrays)
+            self._arrays.results = self._flat(result.arrays if is_new else self._in_order(result))
         self._arrays.place = place
 
     def _flat(self, arrays: Any) -> list[Array]:
@@ -331,51 +357,9 @@ class Lists(_TwoShots, ABC):
 
 
 @final
-class ListInPlace(Lists):
-    """Reduces lists in place."""
-
-
-@final
-class NewList(Lists):
-    """Reduces lists into new arrays."""
-
-    def lend(self) -> tuple[LentArrays, int]:
-        lent = self._made.recycled.lend()
-        return lent, lent.place
-
-    def close(self, result: LentArrays, is_new: bool) -> list[Array]:
-        results: list[Any] = [None] * len(self._forms)
-        self._made.set_new(self._made.recycled.finalize(result), results)
-        self._note_use(self._made.recycled)
-        super().close(result, is_new)
-        return results
-
-    def run(self, value: list[Array], result: LentArrays, *numbers: int) -> int:
-        progress: int = self._run_whole(self._in_order(value), result.arrays, *numbers)
-        return progress
-
-    def _set(self, value: list[Array], result: LentArrays, place: int) -> None:
-        self._arrays.sources, self._arrays.results = self._flat(self._in_order(value)), self._flat(result.arrays)
-        self._arrays.place = place
-
-
-@final
-class ListIntoOthers(Lists):
-    """Reduces lists into other private arrays."""
-
-    _needs_own_data = True  # a view may be one of a result, which is written early
-
-    def can_write(self, values: list[Array], outs: list[Any]) -> bool:
-        """Whether outs take the results of values that fit, and each of all these arrays has memory of its own."""
-        are_apart = len({*map(id, values), *map(id, outs)}) == 2 * len(values)
-        return are_apart and bool(native.have_forms(outs, self._forms, True, True))
-
-
-@final
-class ListPerNode(Lists):
+class PerNodeLists(Lists):
     """Reduces lists into per-node arrays, the results of all ranks of the node."""
 
-    _needs_own_data = True  # as in `ListIntoOthers`
     _shared = ((),)  # one place, whose arrays `_set` gives
 
     def _set(self, value: list[Array], result: list[Array], place: int) -> None:

@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "plans/repeated_reductions.py",
-        "return bool(native.have_forms(arrays, self._forms, self._needs_own_data, False))",
+        "return bool(native.have_forms(arrays, self._forms, need_own_data, False))",
         "return True",
         "a list of other shapes is taken for the one before",
     ),
