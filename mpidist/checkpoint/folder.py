@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -74,8 +75,9 @@ class Retention(NamedTuple):
             whole_number("max_to_keep", self.max_to_keep, 1, "None for all")
         if self.every_n_steps is not None:
             whole_number("keep_every_n_steps", self.every_n_steps, 1, "None for none")
-        if self.every_n_hours is not None and not self.every_n_hours > 0:
-            raise ValueError(f"keep_checkpoint_every_n_hours must be above 0, or None, got {self.every_n_hours!r}")
+        hours = self.every_n_hours
+        if hours is not None and not (isinstance(hours, Real) and hours > 0):
+            raise ValueError(f"keep_checkpoint_every_n_hours must be a number above 0, or None for none, got {hours!r}")
         if self.max_to_keep is None and self != (None, None, None):
             raise ValueError(
                 "max_to_keep=None keeps all checkpoints: give a number, or leave out keep_every_n_steps and "

@@ -153,7 +153,8 @@ WRONG = [
     ({"on_difference": None}, ValueError, "on_difference must be 'raise' or 'rank 0', got None"),
     ({"writers": 0}, ValueError, "writers must be"),
     ({"max_to_keep": None, "keep_every_n_steps": 5}, ValueError, "max_to_keep=None keeps all checkpoints"),
-    ({"keep_checkpoint_every_n_hours": 0.0}, ValueError, "keep_checkpoint_every_n_hours must be above 0"),
+    ({"keep_checkpoint_every_n_hours": 0.0}, ValueError, "keep_checkpoint_every_n_hours must be a number above 0"),
+    ({"keep_checkpoint_every_n_hours": "2"}, ValueError, "keep_checkpoint_every_n_hours must be a number above 0"),
     ({"keep_every_n_steps": 0}, ValueError, "keep_every_n_steps"),
 ]
 NO_NUMBERS = [
