@@ -351,6 +351,7 @@ TOUCH_PRIVATES = {
     "strategies/test_strategies.py": {"_value"},
     "transport/failures/test_deadlines.py": {"_ANSWER_SECONDS", "_pause"},
     "transport/failures/test_watch.py": {"_notes", "_watchdog"},
+    "transport/host_memory/test_result_memory.py": {"_is_gil_enabled"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},
     "transport/trace/test_traces.py": {"_entered"},

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 
 from mpidist.transport import cuda
+from mpidist.transport.host_memory.result_memory import references_are_exact
 
 __all__ = ["NewArrays"]
 
@@ -117,9 +118,12 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, place: tuple[Any, ...], arrays: list[Any]) -> _Kept | None:
-        """Keep arrays of which the program has none yet; `None` if something, as another thread, refers to one now."""
+        """Keep arrays of which the program has none yet; `None` if something, as another thread, refers to one now.
+
+        Nothing is kept, either, where references cannot be counted.
+        """
         parts = [*arrays, *map(_pointer_of, arrays)]
-        if set(map(getrefcount, parts)) != {_HELD_TWICE}:
+        if not references_are_exact() or set(map(getrefcount, parts)) != {_HELD_TWICE}:
             return None
         parts += {id(pointer.mem): pointer.mem for pointer in parts[len(arrays) :]}.values()
         return cls(place, arrays, parts, sum(map(getrefcount, parts)))

@@ -25,7 +25,15 @@ from mpidist.transport import arrays
 from mpidist.transport.node_memory.arena import SharedArena
 from mpidist.transport.node_memory.result_block import ResultBlock
 
-__all__ = ["LentArrays", "RecycledResults", "ResultMemory", "SumMemory", "most_result_bytes", "node_bytes"]
+__all__ = [
+    "LentArrays",
+    "RecycledResults",
+    "ResultMemory",
+    "SumMemory",
+    "most_result_bytes",
+    "node_bytes",
+    "references_are_exact",
+]
 
 _LEAST_LIST_BYTES: Final = 128 << 10  # what a program lets go in fewer bytes, the C library keeps by itself
 _LEAST_ARRAY_BYTES: Final = 16 << 10  # a program may keep a small result of each step, such as a loss
@@ -47,6 +55,12 @@ def node_bytes() -> int:
 def most_result_bytes(num_local_ranks: int) -> int:
     """Return how many bytes of results a rank keeps by default: a quarter of its part of the node's memory."""
     return node_bytes() // (4 * num_local_ranks)
+
+
+def references_are_exact() -> bool:
+    """Whether `sys.getrefcount` counts all references: without a GIL, other threads may hold some that it misses."""
+    has_gil: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return has_gil
 
 
 def _aligned(nbytes: int) -> int:
@@ -150,12 +164,14 @@ class SumMemory:
 class ResultMemory:
     """The memory of the results of one group of ranks: at most `limit` bytes, used or not; 0 keeps nothing. Local.
 
+    Nothing is kept, either, where references cannot be counted.
+
     `sums` and `products` are of one call at a time: of this rank's replicas; of values with weights.
     """
 
     def __init__(self, limit: int) -> None:
         self.sums, self.products = SumMemory(limit), SumMemory(limit)
-        self._limit, self.nbytes = limit, 0  # `nbytes`: of all that is kept
+        self._limit, self.nbytes = limit if references_are_exact() else 0, 0  # `nbytes`: of all that is kept
         self._clock = count(1)
         self._kept: OrderedDict[_Blocks, RecycledResults] = OrderedDict()  # the one that was taken last comes last
         self._alike: dict[tuple[Any, ...], RecycledResults] = {}

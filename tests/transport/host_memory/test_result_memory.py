@@ -1,6 +1,7 @@
 """Memory of results that were let go: what is used again, what is never, and how much is kept."""
 
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -42,6 +43,15 @@ def test_result_memory_keeps_nothing_of_a_single_call(memory):
     RecycledResults(memory, [LARGE], [FLOAT]).take()
     memory.empty(LARGE, FLOAT, device=False)
     assert memory.nbytes == 0
+
+
+def test_result_memory_keeps_nothing_where_references_cannot_be_counted(monkeypatch):
+    """As in a Python without a GIL."""
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    memory = ResultMemory(1 << 30)
+    results = repeated(memory, [LARGE], [FLOAT])
+    assert not np.shares_memory(results.take()[0], memory.empty(LARGE, FLOAT, device=False))
+    assert memory.nbytes == len(results.kept) == 0
 
 
 def exported(array):
