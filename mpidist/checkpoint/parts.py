@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -54,6 +55,7 @@ _LEAST_BYTES: Final = 1 << 20  # for each writer: a file costs as much as some o
 _LEAST_PIECE_BYTES: Final = 1 << 16
 _ALL: Final = "all"
 _PER_NODE: Final = "per node"
+_BUFFER_BYTES: Final = 8 << 10  # Python reads as many ahead; 128 KiB from 3.14 on, which would be read twice
 _LENGTH_BYTES: Final = 8  # at the begin of a safetensors file: the length of its header
 _KNOWN: Final = frozenset(  # dtypes that a safetensors file names; others are written as their bytes
     ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32", "int64", "uint64", "float64"]
@@ -182,7 +184,7 @@ class PartFile:
         self.arrays: dict[str, Any] = about["arrays"]
         self._path = place / f"{name}.safetensors"
         try:
-            with self._path.open("rb") as file:
+            with BufferedReader(self._path.open("rb", buffering=0), _BUFFER_BYTES) as file:
                 safe_open(self._path, framework="numpy")  # requires a header that describes all bytes
                 self._start = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 self._header = json.loads(file.read(self._start - _LENGTH_BYTES))
@@ -196,7 +198,7 @@ class PartFile:
         found = self._header.get(key, {"shape": None})
         if found["shape"] not in (list(array.shape), [array.nbytes]):
             raise DataLossError(f"{key} in {str(self._path)!r} is missing or damaged: its shape is {found['shape']}")
-        with self._path.open("rb") as file:
+        with BufferedReader(self._path.open("rb", buffering=0), _BUFFER_BYTES) as file:
             file.seek(self._start + found["data_offsets"][0])
             num_read = file.readinto(bytes_of(array).data)
         if num_read != array.nbytes or checksum(array) != its_checksum:

@@ -162,7 +162,7 @@ def test_saved_numbers_are_found(tmp_path, caplog, monkeypatch):
         (lambda text: "", "Expecting value"),
         (lambda text: text[:-20], "line "),
         (lambda text: "[1]", "it is no JSON object"),
-        (lambda text: "[" * 100_000, "recursion"),
+        (lambda text: "[" * 100_000, "while decoding a JSON array"),
         (lambda text: text.replace('"format": 1', '"format": 99'), "its format is 99"),
         (lambda text: text.replace("MPICH", "Other MPI"), "measured for another machine"),
         (lambda text: text.replace('"sync_seconds": 1.5e-06', '"sync_seconds": -1'), "sync_seconds must be"),

@@ -5,6 +5,7 @@ import re
 import time
 from collections import OrderedDict
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -204,7 +205,7 @@ def test_gather_and_broadcast_object_pickle_only_with_the_option(comm, strategy)
         with raises_everywhere(comm, InvalidArgumentError, "item of type Point.* pass pickle=True on all ranks"):
             send(Point(1))
         with raises_everywhere(comm, InvalidArgumentError, r"(with pickle|InvalidArgumentError): .*[Pp]ickle"):
-            send(lambda: None, pickle=True)
+            send(Lock(), pickle=True)
         with raises_everywhere(comm, ImportError, "no module of that name here"):
             send(Unreadable(comm.size - 1), pickle=True)
     with raises_everywhere(comm, InvalidArgumentError, "OrderedDict"):
