@@ -131,7 +131,7 @@ class Communicator(ABC):
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         """Leave the reduction in the root's buffer, and overwrite the buffers of the other ranks. S bytes."""
 
-    @abstractmethod
+    @final
     def reduce_scatter(
         self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
     ) -> Array:
@@ -146,6 +146,15 @@ class Communicator(ABC):
         Returns:
             This rank's shard: `into`, or a view of `buffer`, the rest of which is overwritten.
         """
+        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        shard = own if into is None else into
+        self._scatter(buffer, reduction, bounds, own, shard)
+        return shard
+
+    @abstractmethod
+    def _scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int], own: Array, shard: Array) -> None:
+        """Carry out `reduce_scatter`. `own`: this rank's part of `buffer`; `shard`: takes the result, may be `own`."""
 
     @abstractmethod
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
@@ -194,15 +203,10 @@ class SoloCommunicator(Communicator):
     def reduce(self, buffer: Array, reduction: Reduction, root: int) -> None:
         reduction.finish(buffer)
 
-    def reduce_scatter(
-        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
-    ) -> Array:
-        shard = buffer
-        if into is not None:
-            shard = into
-            shard[...] = buffer
+    def _scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int], own: Array, shard: Array) -> None:
+        if shard is not own:
+            shard[...] = own
         reduction.finish(shard)
-        return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         pass

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpidist.transport import arrays
 from mpidist.transport.arrays import address_of
-from mpidist.transport.communicator import Array, Communicator, shard_bounds
+from mpidist.transport.communicator import Array, Communicator
 from mpidist.transport.device_over_mpi.pieces import Copy, Piece, Pieces, cut_evenly, cut_shards, room_of
 from mpidist.transport.device_over_mpi.staging import Phase, Staging
 from mpidist.transport.mpi.communicator import MpiCommunicator
@@ -80,25 +80,19 @@ class MessagedCommunicator(Communicator):
         chunks = self._chunks(buffer, self.size)
         self._join("reduce", buffer, chunks, reduction, (buffer, 0), lambda pieces: self._collect(pieces, root))
 
-    def reduce_scatter(
-        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
-    ) -> Array:
-        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
-        start, stop = bounds[self.rank], bounds[self.rank + 1]
-        shard: Array = buffer[start:stop] if into is None else into
+    def _scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int], own: Array, shard: Array) -> None:
         chunks = cut_shards(bounds, self._staging.sizes.num_chunks(buffer.nbytes))
         if not self._is_added_by_host(buffer):
-            self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
-            self._join("reduce_scatter", buffer, chunks, reduction, (shard, start))
-            return shard
-        away = address_of(shard) - address_of(buffer[start:stop])
+            self.traffic.add("reduce_scatter", buffer.nbytes - own.nbytes)
+            self._join("reduce_scatter", buffer, chunks, reduction, (shard, bounds[self.rank]))
+            return
+        away = address_of(shard) - address_of(own)
 
         def raised(pieces: Pieces) -> list[Copy]:
             return [(host, device + away, nbytes) for host, device, nbytes in pieces.copies_of([self.rank])]
 
         phase = self._on_host(buffer, lambda staged, at: self._host.reduce_scatter(staged, reduction, at), raised)
         self._run("reduce_scatter", buffer, chunks, phase, shard)
-        return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = self._start_all_gather(buffer, bounds)

@@ -43,14 +43,9 @@ class CompressingCommunicator(Communicator):
         if self.rank == root:
             self._widen(half, buffer)
 
-    def reduce_scatter(
-        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
-    ) -> Array:
-        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
-        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
+    def _scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int], own: Array, shard: Array) -> None:
         half = self._inner.reduce_scatter(self._narrowed(buffer), _counting(reduction), bounds)
         self._widen(half, shard)
-        return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds

@@ -111,33 +111,26 @@ class MpiCommunicator(Communicator):
         for chunk in self._chunks(buffer):
             self._reduce(chunk, reduction, root)
 
-    def reduce_scatter(
-        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
-    ) -> Array:
-        if bounds is None:
-            bounds = shard_bounds(buffer.size, self.size)
-        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
-        shard = own if into is None else into
-        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+    def _scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int], own: Array, shard: Array) -> None:
+        self.traffic.add("reduce_scatter", buffer.nbytes - own.nbytes)
         if buffer.nbytes > self.max_chunk_bytes:
-            if into is not None:  # reductions of pieces overwrite what they reduce
-                into[...] = self._reduce_scatter_in_pieces(buffer.copy(), reduction, bounds)
-                return into
-            return self._reduce_scatter_in_pieces(buffer, reduction, bounds)
-        if _is_right_in_mpi(buffer.dtype, reduction):
+            if shard is own:
+                self._reduce_scatter_in_pieces(buffer, reduction, bounds)
+            else:  # reductions of pieces overwrite what they reduce
+                shard[...] = self._reduce_scatter_in_pieces(buffer.copy(), reduction, bounds)
+        elif _is_right_in_mpi(buffer.dtype, reduction):
             mpi_dtype = _mpi_dtype(buffer.dtype)
             # An empty array may be a view of the buffer, which MPI refuses.
-            received = into if into is not None and into.size else self.scratch(own.size, buffer.dtype)
+            received = shard if shard is not own and shard.size else self.scratch(own.size, buffer.dtype)
             counts = [stop - start for start, stop in pairwise(bounds)]
             # MPI's in-place form would leave the shard at the front of the buffer
             op = self._ops[reduction.op]
             request = self.comm.Ireduce_scatter([buffer, mpi_dtype], [received, mpi_dtype], counts, op)
             self._wait(request, buffer, received, counts)
-            if into is None:
+            if shard is own:
                 shard[...] = received
         else:
             self._combine_shard(buffer, bounds, reduction, shard)
-        return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = self._start_all_gather(buffer, bounds)

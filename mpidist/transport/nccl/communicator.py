@@ -79,17 +79,12 @@ class NcclCommunicator(Communicator):
         at, op = address_of(buffer), self._ops[reduction.op]
         self._run("reduce", [buffer], lambda comm, to: comm.reduce(at, at, buffer.size, native, op, root, to))
 
-    def reduce_scatter(
-        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
-    ) -> Array:
-        if bounds is None:
-            bounds = shard_bounds(buffer.size, self.size)
-        shard = buffer[bounds[self.rank] : bounds[self.rank + 1]] if into is None else into
-        self.traffic.add("reduce_scatter", buffer.nbytes - shard.nbytes)
+    def _scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int], own: Array, shard: Array) -> None:
+        self.traffic.add("reduce_scatter", buffer.nbytes - own.nbytes)
         native = self.native_dtype(buffer.dtype, reduction)
         if native is None:
             self._join_shard(buffer, bounds, reduction, shard)
-            return shard
+            return
         to_shard, op = address_of(shard), self._ops[reduction.op]
 
         def launch(comm: Any, to: int) -> None:
@@ -101,7 +96,6 @@ class NcclCommunicator(Communicator):
                 comm.reduce(sent, received, nbytes // buffer.itemsize, native, op, root, to)
 
         self._run("reduce_scatter", (buffer, shard), launch)
-        return shard
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = self._start_all_gather(buffer, bounds)

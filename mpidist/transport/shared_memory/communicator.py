@@ -56,12 +56,9 @@ class SharedMemoryCommunicator(Communicator):
         if buffer.size:  # all ranks add, so that the root has its result no sooner than they could
             self.fused.all_reduce(buffer, reduction)
 
-    def reduce_scatter(
-        self, buffer: Array, reduction: Reduction, bounds: Sequence[int] | None = None, into: Array | None = None
-    ) -> Array:
-        bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
+    def _scatter(self, buffer: Array, reduction: Reduction, bounds: Sequence[int], own: Array, shard: Array) -> None:
         shards = [buffer[start:stop] for start, stop in pairwise(bounds)]
-        own, target = shards[self.rank], shards[self.rank] if into is None else into
+        shards[self.rank] = own
         self._scatters[0] += 1
         self._scatters[1] += buffer.nbytes - own.nbytes
         step = self._chunk_count(buffer.dtype)
@@ -76,13 +73,12 @@ class SharedMemoryCommunicator(Communicator):
                     chunk = piece[start : start + step]
                     self._slots.write(views[self.rank][at : at + chunk.size], chunk)
             self._slots.pass_barrier(self.fused.check_peers)
-            chunk, at = target[start : start + step], places[self.rank]
+            chunk, at = shard[start : start + step], places[self.rank]
             parts = [view[at : at + chunk.size] for view in views]
             if pieces is shards:
                 parts[self.rank] = own[start : start + step]
             if chunk.size:
                 self.traffic.overflowed += reduction.combine(parts, chunk)
-        return target
 
     def all_gather(self, buffer: Array, bounds: Sequence[int] | None = None) -> None:
         bounds = shard_bounds(buffer.size, self.size) if bounds is None else bounds
