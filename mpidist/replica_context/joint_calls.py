@@ -52,9 +52,9 @@ class _Arguments(NamedTuple):
 class JointCalls:
     """The collective calls of the replicas of one rank, where the number of replicas was chosen.
 
-    Every replica of the rank calls a public method with its own arguments. Once all of them have, the private method of
-    the same name makes the call once, for the rank: it gets the arguments of all replicas, and an error if they differ.
-    `pending`: the writes of the replicas since they last met.
+    Every replica of the rank calls a public method, which is that of `ReplicaContext`, with its own arguments. Once all
+    of them have, the private method of the same name makes the call once, for the rank: it gets the arguments of all
+    replicas, and an error if they differ. `pending`: the writes of the replicas since they last met.
     """
 
     def __init__(self, strategy: CurrentStrategy) -> None:
@@ -105,24 +105,20 @@ class JointCalls:
         return self._turns.meet("all_reduce", self._all_reduce, _Arguments(op, value, options, out, weight))
 
     def start_all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> SharedResult:
-        """See `ReplicaContext.start_all_reduce`."""
         arguments = _Arguments(op, contributions(value), options, out)
         meet = self._turns.meet
         result: SharedResult = meet("start_all_reduce", self._start_all_reduce, arguments, is_settled=False)
         return result
 
     def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any, out: Any) -> Any:
-        """See `ReplicaContext.reduce_scatter`."""
         arguments = _Arguments(op, contributions(value), options, out)
         return self._turns.meet(f"reduce_scatter along axis {axis}", partial(self._reduce_scatter, axis), arguments)
 
     def all_gather(self, value: Any, axis: int, options: Any, out: Any) -> Any:
-        """See `ReplicaContext.all_gather`."""
         arguments = _Arguments(None, contributions(value), options, out)
         return self._turns.meet(f"all_gather along axis {axis}", partial(self._all_gather, axis), arguments)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        """See `ReplicaContext.merge_call`."""
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         return self._turns.meet(f"merge_call of {name}", partial(self._merge, merge_fn, name), (args, kwargs))
 

@@ -28,31 +28,25 @@ class SoloCalls:
         self._ops: BoundOps = parts_of(strategy).cross_device_ops
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        """See `Strategy.run`. As collective as the function is."""
         entry = context_stack.Entry(self._strategy, ReplicaContext(self._strategy, self._replica_id, self))
         own_args = local_components(list(args)) if args else ()
         return context_stack.call(entry, fn, *own_args, **(local_components(dict(kwargs)) if kwargs else {}))
 
     def all_reduce(self, op: Any, value: Any, options: Any, weight: Any, out: Any) -> Any:
-        """See `ReplicaContext.all_reduce`."""
         if weight is not None:
             return weighted_mean(self._ops, "all_reduce", op, value, weight, options, out=out)
         return self._ops.all_reduce(op, value, options, out=out)
 
     def start_all_reduce(self, op: Any, value: Any, options: Any, out: Any) -> PendingResult:
-        """See `ReplicaContext.start_all_reduce`."""
         return self._ops.start_all_reduce(op, value, options, out=out)
 
     def reduce_scatter(self, op: Any, value: Any, axis: int, options: Any, out: Any) -> Any:
-        """See `ReplicaContext.reduce_scatter`."""
         return reduce_scatter(self._ops.group, op, value, axis, self._ops.options, options, out)
 
     def all_gather(self, value: Any, axis: int, options: Any, out: Any) -> Any:
-        """See `ReplicaContext.all_gather`."""
         return parts_of(self._strategy).all_gather("all_gather", value, axis, options, out=out)
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        """See `ReplicaContext.merge_call`."""
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         merge_args: list[Any] = []
         merge_kwargs: dict[str, Any] = {}
@@ -66,5 +60,4 @@ class SoloCalls:
         return local_components(context_stack.call(entry, merge_fn, self._strategy, *merge_args, **merge_kwargs))
 
     def write_together(self, call: str, write: Callable[..., None], argument: Any, error: Exception | None) -> None:
-        """See `JointCalls.write_together`."""
         write([argument], error)

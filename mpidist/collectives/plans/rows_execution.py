@@ -63,7 +63,6 @@ class RowsExecution(Execution):
             self._group.devices.require_usable(call.name)
 
     def finish(self, call: ReductionCall, has_same_places: bool) -> list[Any]:
-        """See `Execution`."""
         shared, specs, dtypes = self._group.shared, self._specs, self._result_dtypes
         if call.outs is None:
             results = self._new_results.take()
@@ -86,7 +85,6 @@ class RowsExecution(Execution):
         return [result if wanted else None for result, wanted in zip(results, self._is_wanted, strict=True)]
 
     def steps(self, call: ReductionCall, pending: Pending, has_same_places: bool) -> Steps:
-        """See `Execution`."""
         while not pending.may_block and self._group.topology.size > 1:
             yield 0
         return self.finish(call, has_same_places)
