@@ -75,8 +75,10 @@ def watch_immediate_exits(is_ending: Callable[[int], None]) -> Callable[[], None
     return put_back
 
 
-def status_of(error: SystemExit) -> int:
+def status_of(error: BaseException) -> int:
     """Return the exit status of a program that ends with this exception, 0 to 255."""
+    if not isinstance(error, SystemExit):
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
     code = _CODE.__get__(error)
     if code is None:
         return 0
@@ -85,7 +87,7 @@ def status_of(error: SystemExit) -> int:
 
 def ends_normally(error: BaseException) -> bool:
     """Whether an exception is no failure: it ends the program with exit status 0, or it ends a generator."""
-    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and status_of(error) == 0)
+    return isinstance(error, GeneratorExit) or status_of(error) == 0
 
 
 def where_raised(error: SystemExit) -> str:

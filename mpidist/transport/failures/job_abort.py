@@ -62,9 +62,7 @@ __all__ = [
 logger = logging.getLogger("mpidist.transport")
 
 EXIT_CODE_AFTER_FAILURE: Final = 75  # of a program that ends after a failed call, when other ranks cannot end with it
-_EXIT_CODE: Final = 1
 _JOB_ID: Final = "SLURM_JOB_ID"
-_INTERRUPTED: Final = 130
 _LOWER_RANK_FIRST_SECONDS: Final = 0.5
 _ACKNOWLEDGE_SECONDS: Final = 2.0  # how long the other ranks may take to raise the error of this one
 _FOLLOW_SECONDS: Final = 6.0  # how long the rank that failed first may take to end the job
@@ -98,7 +96,13 @@ def write_line(text: str) -> None:
 
 def _write_traceback(error: BaseException) -> None:
     """Write the traceback of this rank's exception to standard error, with this rank's name in front."""
-    write_lines(traceback_text(error), _jobs[0].prefix)
+    if isinstance(error, SystemExit):
+        where = where_raised(error)
+        head = "Traceback (most recent call last):\n" if where else ""
+        text = f"{head}{where}{_text_of_end(error)}\n"
+    else:
+        text = traceback_text(error)
+    write_lines(text, _jobs[0].prefix)
 
 
 def install_job_abort(world: Intracomm, settings: Settings) -> None:
@@ -216,15 +220,16 @@ def _store_code_before_start() -> None:
     hook, own = sys.excepthook, os.getpid()
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        store(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
+        store(error)
         hook(kind, error, trace)
 
-    def store(code: int) -> None:
+    def store(error: BaseException) -> None:
+        code = status_of(error)
         if code and not _jobs and os.getpid() == own:
             store_code(os.environ, code)
 
     sys.excepthook = fail
-    watch_exits(lambda error: store(status_of(error)))
+    watch_exits(store)
 
 
 def _tell_of_immediate_exit(status: int) -> None:
@@ -281,26 +286,26 @@ def _fail(kind: type[BaseException], error: BaseException, _: TracebackType | No
         _write_traceback(error)
         return
     try:
-        _report_failure(job, kind, error)
+        _report_failure(job, error)
     except BaseException as problem:  # no memory, for example: the job must end nevertheless
         write_lines(f"{kind.__name__}; its description failed with {type(problem).__name__}\n", job.prefix)
     finally:
-        _abort(job, _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else _EXIT_CODE)
+        _abort(job, status_of(error))
 
 
-def _report_failure(job: _Job, kind: type[BaseException], error: BaseException) -> None:
+def _report_failure(job: _Job, error: BaseException) -> None:
     following = following_of(error)
     if following is not None:  # the other rank prints the whole error, and ends this one
-        write_lines(f"{kind.__name__}: {following.summary}\n", job.prefix)
+        write_lines(f"{type(error).__name__}: {following.summary}\n", job.prefix)
         time.sleep(_FOLLOW_SECONDS)
         if not following.may_go_on:
             return
     is_own = not getattr(error, "raised_on_all_ranks", False)
     if is_own:
         with suppress(Exception):  # MPI itself may have failed: the error must be reported nevertheless
-            open_groups.tell_end(text_of(error))
-        if issubclass(kind, Exception):
-            open_groups.save_flights(text_of(error), error)
+            open_groups.tell_end(_text_of_end(error))
+        if isinstance(error, (Exception, SystemExit)):
+            open_groups.save_flights(_text_of_end(error), error)
     _wait_for_lower_rank(job, error)
     _write_traceback(error)
     if is_own:
@@ -335,36 +340,21 @@ def _await_acknowledgements() -> None:
 
 def _end_with_code(error: SystemExit) -> None:
     """End the job if this rank's program ends with another code than 0."""
-    job, code = _jobs[0], status_of(error)
+    code = status_of(error)
     if code == 0:
         return
+    note_status(code)
     if getattr(error, "raised_on_all_ranks", False):  # all ranks end by themselves
-        note_status(code)
         store_code(os.environ, code)  # some launchers end the other ranks when the first one has ended, others do not
-        return
-    if _has_left(error):
-        note_status(code)
-        _report_exit(job, error)
-        return
-    try:
-        open_groups.tell_end(_text_of_exit(error))
-        open_groups.save_flights(_text_of_exit(error), error)
-        _wait_for_lower_rank(job, error)
-        _report_exit(job, error)
-        _await_acknowledgements()
-    finally:
-        _abort(job, code)
+    else:
+        _fail(SystemExit, error, None)
 
 
-def _text_of_exit(error: SystemExit) -> str:
-    """Name the exception with its arguments, else with the code that the program has set later."""
+def _text_of_end(error: BaseException) -> str:
+    """Name an exception that ends the program; an exit with its argument, else the code that the program set later."""
+    if not isinstance(error, SystemExit):
+        return text_of(error)
     return f"SystemExit: {error.args[0] if error.args else status_of(error)}"
-
-
-def _report_exit(job: _Job, error: SystemExit) -> None:
-    where = where_raised(error)
-    head = "Traceback (most recent call last):\n" if where else ""
-    write_lines(f"{head}{where}{_text_of_exit(error)}\n", job.prefix)
 
 
 def _has_left(error: BaseException) -> bool:

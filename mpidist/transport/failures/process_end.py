@@ -77,9 +77,9 @@ class _EndAtFinalization:
 @atexit.register  # registered at import, so that it runs after the functions that the program registers
 def _end_without_mpi() -> None:
     """End a forked process before mpi4py finalizes MPI in it, which would wait for the launcher of the rank."""
-    kind = getattr(sys, "last_type", None)  # of the exception that ends the program, whatever hook prints it
-    if kind is not None and not _Process.status:
-        note_status(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    error = getattr(sys, "last_value", None)  # the exception that ends the program, whatever hook prints it
+    if error is not None and not _Process.status:
+        note_status(status_of(error))
     if _Process.is_forked_from_rank:
         flush_standard_streams()
         os._exit(_Process.status)
