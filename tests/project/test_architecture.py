@@ -350,7 +350,7 @@ TOUCH_PRIVATES = {
     "replica_context/test_gpus_of_one_process.py": {"_compile_module_with_cache", "_kernel_memo"},
     "strategies/test_strategies.py": {"_value"},
     "transport/failures/test_deadlines.py": {"_ANSWER_SECONDS", "_pause"},
-    "transport/failures/test_watch.py": {"_notes", "_watchdog"},
+    "transport/failures/test_watch.py": {"_notes"},
     "transport/host_memory/test_result_memory.py": {"_is_gil_enabled"},
     "transport/node_memory/test_node_memory.py": {"_DIRECTORY", "_ORDERED"},
     "transport/test_half.py": {"_narrow"},

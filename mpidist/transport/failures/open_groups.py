@@ -51,11 +51,13 @@ class OpenGroup(ABC):
 
     Attributes:
         membership: This rank's `Membership`.
+        watchdog: This rank's watchdog; `None` for a group of one.
         owner: The user's kind of object that has it, for errors.
         servers: Ranks, as numbered in the whole job, that serve this group alone until this rank leaves it.
     """
 
     membership: Any
+    watchdog: Watchdog | None = None
     owner = "strategy"
     servers: frozenset[int] = frozenset()
 
@@ -81,17 +83,17 @@ class OpenGroup(ABC):
     def advance(self) -> None:  # noqa: B027  not all groups have such calls
         """Advance the calls that were started and not waited for, if this thread makes the group's calls. Local."""
 
-    @abstractmethod
     def watch(self) -> Watchdog | None:
         """Return the group's watchdog; `None` if it can read no notes any more. Local."""
+        return None if self.watchdog is None or load_mpi().Is_finalized() else self.watchdog
 
+    @abstractmethod
     def is_dispensable(self) -> bool:
         """Whether the other ranks continue if this rank's program fails. Local."""
-        return False
 
+    @abstractmethod
     def leave(self, error: BaseException) -> None:
         """Leave a group that continues without this rank, because of an exception that ends the program. Local."""
-        raise RuntimeError("other ranks cannot continue without this one")
 
     @abstractmethod
     def is_of_this_thread(self) -> bool:

@@ -57,6 +57,7 @@ class ServiceGroup(OpenGroup):
     """
 
     membership: Membership
+    watchdog: Watchdog
 
     def __init__(self, membership: Membership, topology: Topology, settings: Settings) -> None:
         self.topology, self.settings = topology, settings
@@ -64,7 +65,7 @@ class ServiceGroup(OpenGroup):
         self.comm = membership.comm.Dup()
         self._notes_comm = membership.comm.Dup()
         self.ranks = ranks_in_world(self.comm)
-        self.watchdog: Watchdog = membership.make_watchdog(self.awaited, self._notes_comm, _REMEDY)
+        self.watchdog = membership.make_watchdog(self.awaited, self._notes_comm, _REMEDY)
         self.arena: SharedArena | None = None
         self.recorder = membership.recorder
         self.timeout_seconds = settings.timeout_seconds
@@ -207,10 +208,6 @@ class ServiceGroup(OpenGroup):
         """See `OpenGroup.disown`."""
         self._is_gone = True
         self._threads.disown()
-
-    def watch(self) -> Watchdog | None:
-        """See `OpenGroup.watch`."""
-        return None if load_mpi().Is_finalized() else self.watchdog
 
     def lose(self, rank: int, error: Exception) -> None:
         """Record that a rank is lost, as an error of MPI shows; raise if the group cannot continue without it. Local.

@@ -78,7 +78,6 @@ class SyncGroup(OpenGroup):
         self._is_closed = self._is_forked = False  # forked: this process is a child of the one that made the group
         self.on_rank_lost = "end"
         self._sequence = 0  # the number of the last call before a reset
-        self._watchdog: Watchdog | None = None  # `None` for a group of one
         self.calls: PendingCalls
         self.levels: Levels
         self.devices: DeviceLevels
@@ -257,10 +256,10 @@ class SyncGroup(OpenGroup):
             self.agreement.break_off(RuntimeError("reset() gave up a call that was started"))
         self.calls.abandon("reset()")
         if self.membership is not None:
-            if self._watchdog is not None:
-                self._watchdog.tell_reset()
+            if self.watchdog is not None:
+                self.watchdog.tell_reset()
             state = self.agreement.broken is not None, self.agreement.sequence
-            flags = self.membership.all_gather_at_reset(state, self.settings.timeout_seconds, self._watchdog)
+            flags = self.membership.all_gather_at_reset(state, self.settings.timeout_seconds, self.watchdog)
             self._sequence = max(sequence for _, sequence in flags)
             if any(failed for failed, _ in flags):
                 self.result_memory.clear()
@@ -287,8 +286,8 @@ class SyncGroup(OpenGroup):
                 "process. With every MPI, `mpidist run --max-restarts` starts the ranks that are left again"
             )
         self.on_rank_lost = str(choice)
-        if self._watchdog is not None:
-            self._watchdog.remedy = _REMEDIES[self.on_rank_lost]
+        if self.watchdog is not None:
+            self.watchdog.remedy = _REMEDIES[self.on_rank_lost]
 
     def shrink(self) -> Intracomm:
         """Leave the group, in which a call has failed, with the other ranks that live. Collective over these.
@@ -328,8 +327,8 @@ class SyncGroup(OpenGroup):
         """
         if self._is_closed:
             return
-        if error is not None and self._watchdog is not None and self._is_own(error):
-            self._leave(self._watchdog, error)
+        if error is not None and self.watchdog is not None and self._is_own(error):
+            self._leave(self.watchdog, error)
             return
         try:
             self.require_mpi(CLOSE)
@@ -402,8 +401,8 @@ class SyncGroup(OpenGroup):
     def _give_up(self, awaits_peers: bool = True) -> None:
         """Abandon what only all ranks together could free. Local."""
         open_groups.remove(self, has_failed=awaits_peers and self.membership is not None)
-        if awaits_peers and self._watchdog is not None and not self._is_finalized():
-            self._watchdog.tell_closed()
+        if awaits_peers and self.watchdog is not None and not self._is_finalized():
+            self.watchdog.tell_closed()
         if self.trace is not None:
             self.trace.end()
         self.result_memory.clear()
@@ -425,10 +424,6 @@ class SyncGroup(OpenGroup):
     def leave(self, error: BaseException) -> None:
         """See `OpenGroup.leave`. The other ranks shrink the group; MPI_Abort hangs where they can."""
         job_abort.end_as_lost_rank(error)
-
-    def watch(self) -> Watchdog | None:
-        """See `OpenGroup.watch`."""
-        return None if self._is_finalized() else self._watchdog
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread makes the group's calls."""
@@ -452,7 +447,7 @@ class SyncGroup(OpenGroup):
         comm, fused = comm.Dup(), self.levels.fused
         barrier = None if fused is None or fused.spans_nodes else fused.slots.barrier
         call_watchdog = membership.make_call_watchdog(comm, _REMEDIES[self.on_rank_lost])
-        self._watchdog = watchdog = call_watchdog.watchdog
+        self.watchdog = watchdog = call_watchdog.watchdog
         watchdog.advance_others = partial(open_groups.advance_others, self)
         slow_ranks = SlowRanks(call_watchdog.recorder, self.topology, settings.straggler_seconds)
         self.agreement = MpiAgreement(comm, call_watchdog, slow_ranks, check, timeout, barrier, self._sequence)

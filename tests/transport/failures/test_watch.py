@@ -320,7 +320,7 @@ def test_notes_of_a_deadline_are_as_many_as_nodes_times_ranks(comm, monkeypatch,
     pattern = r"rank 2 of 3 ranks did not join it|had given up"
     with given_up(clock, comm, 2), pytest.raises(DeadlineExceededError, match=pattern):
         strategy.reduce("SUM", 1.0, options=options(600))
-    watchdog = parts_of(strategy).group._watchdog
+    watchdog = parts_of(strategy).group.watchdog
     sent = comm.allgather(watchdog._notes.sent)
     assert sum(sent[0]) > 0
     assert sent[1][2] == 0
