@@ -24,7 +24,6 @@ from mpidist.transport.agreement.mismatch_report import (
 )
 from mpidist.transport.agreement.slow_ranks import SlowRanks
 from mpidist.transport.failures.call_watchdog import CallWatchdog
-from mpidist.transport.failures.failure_notes import BROKE_OFF
 from mpidist.transport.mpi.library import Intracomm, failed_ranks, last_round, load_mpi, ranks_in_world
 from mpidist.transport.native.loading import native
 from mpidist.transport.node_memory.barrier import NodeBarrier
@@ -241,10 +240,8 @@ class MpiAgreement(Agreement):
         self._give_up_if_mpi_knows_why(error)
         goes_on_alike = self._is_last_refusal(error) or is_shared_by(error, self.ranks)
         if self.broken is None and not goes_on_alike:
-            self._watchdog.tell(BROKE_OFF, text_of(error), is_lost=True)
-            self._watchdog.broken = RuntimeError(
-                f"call {self.sequence} was broken off on rank {self._comm.rank} by {text_of(error)}"
-            )
+            how = f"was broken off on rank {self._comm.rank} by {text_of(error)}"
+            self._watchdog.break_off(error, f"call {self.sequence} {how}")
 
     def has_raised(self, error: BaseException) -> bool:
         return self.broken is not None or self._is_last_refusal(error)
@@ -315,7 +312,7 @@ class MpiAgreement(Agreement):
                 raise
             self._give_up_if_mpi_knows_why(error)
             # Ctrl-C, for example: the other ranks may complete this call
-            self._watchdog.break_off(self._call_watchdog.name, error)
+            self._watchdog.break_off(error, f"{self._call_watchdog.name} was interrupted by {type(error).__name__}")
             raise
         finally:
             self.waiting_thread = 0

@@ -82,8 +82,7 @@ class CallWatchdog(Awaited):
     def check_peers(self) -> None:
         """Raise if waiting further cannot help, as `Watchdog.check_peers` does. Local."""
         if self.is_new:
-            self.is_new = False
-            self.watchdog.begin(self.recorder.begun)
+            self.restart(self.recorder.begun)
         self.watchdog.check_peers()
         for rank, note in self.watchdog.resets.items():
             if note.sequence < self.sequence:

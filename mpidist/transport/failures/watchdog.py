@@ -140,13 +140,13 @@ class Watchdog:
         """Whether there are notes of other ranks. Local."""
         return bool(self._received) or self._notes.has_unread()
 
-    def require_nobody_left(self, call: str, probes: int = 1) -> None:
-        """Raise `PeerFailedError` if another rank makes no call of the group any more, not even reset(). Local."""
+    def require_nobody_left(self, probes: int = 1) -> None:
+        """Raise `PeerFailedError` in reset() if another rank makes no call of the group any more. Local."""
         for _ in range(probes):
             self._read()
         left = {rank: note for rank, note in self._received.items() if note.tag != BROKE_OFF}
         for _, reason in _ends_of(left | self._closed):
-            raise PeerFailedError(f"{call} on rank {self._rank} cannot complete: {reason}. {_CLOSE_AND_REBUILD}")
+            raise PeerFailedError(f"reset() on rank {self._rank} cannot complete: {reason}. {_CLOSE_AND_REBUILD}")
 
     def has_lower_rank_ended(self) -> bool:
         """Whether a lower rank has reported the end of its program, or an error that will end its program. Local."""
@@ -230,10 +230,10 @@ class Watchdog:
         self.tell(GAVE_UP, reason, is_lost=True)
         self._fail(PeerFailedError, f"cannot complete: {reason}", Stragglers({}, (), self._hostnames), follows=False)
 
-    def break_off(self, name: str, error: BaseException) -> None:
-        """Give up a call for good, because an exception of this rank, as by Ctrl-C, has ended its wait. Local."""
+    def break_off(self, error: BaseException, broken: str) -> None:
+        """Give up a call for good, because of an exception of this rank. Local. `broken`: the text of later errors."""
         self.tell(BROKE_OFF, text_of(error), is_lost=True)
-        self.broken = RuntimeError(f"{name} was interrupted by {type(error).__name__}")
+        self.broken = RuntimeError(broken)
 
     def _check_clock_and_processes(self, now: float) -> None:
         waited, timeout = now - self._since, self._awaited.timeout

@@ -118,11 +118,11 @@ class Membership:
 
         def check_peers() -> None:
             if calls is not None:
-                calls.require_nobody_left("reset()")
+                calls.require_nobody_left()
             call_watchdog.check_peers()
 
         if calls is not None:
-            calls.require_nobody_left("reset()", PROBES)
+            calls.require_nobody_left(PROBES)
         if watchdog.broken is not None:
             raise type(watchdog.broken)(f"an earlier reset() failed: {watchdog.broken}")
         call_watchdog.begin(RESET, "reset()", "", timeout)
@@ -135,7 +135,7 @@ class Membership:
         except (DeadlineExceededError, PeerFailedError, load_mpi().Exception):
             raise
         except BaseException as error:  # Ctrl-C, for example: the next reset() would join the round of this one
-            watchdog.break_off("reset()", error)
+            watchdog.break_off(error, f"reset() was interrupted by {type(error).__name__}")
             raise
         self._board.recorder.end()
         return [(first, second) for first, second in gathered.tolist()]
