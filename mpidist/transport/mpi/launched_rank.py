@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from mpidist.transport.mpi.child_process import launcher_here
+from mpidist.transport.mpi.child_process import launcher_here, read_stat
 from mpidist.transport.mpi.launcher_variables import numbers_of
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
@@ -103,8 +103,8 @@ class LaunchedRank:
         alive = {}
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, ValueError):  # the process has ended meanwhile, or is another user's
-                state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(parent) == self.launcher and state not in "ZXx":
+                _, state, parent, _ = read_stat(int(path.name))
+                if parent == self.launcher and state not in "ZXx":
                     pairs = (path / "environ").read_text(errors="replace").split("\0")
                     found = numbers_of(dict(pair.split("=", 1) for pair in pairs if "=" in pair))
                     if found is not None:
