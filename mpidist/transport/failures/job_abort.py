@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -78,10 +77,6 @@ class _Job(NamedTuple):
     rank: int
     prefix: str
 
-    @classmethod
-    def of(cls, rank: int, abort: Callable[[int], None]) -> _Job:
-        return cls(abort, rank, rank_prefix(rank, socket.gethostname()))
-
 
 _jobs: list[_Job] = []  # at most one
 _reserve: Final = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE)  # untouched: addresses, and no memory
@@ -121,7 +116,7 @@ def install_job_abort(world: Intracomm, settings: Settings) -> None:
             world.Abort(code)
         end_at_once(code)  # MPICH's MPI_Abort may come back
 
-    _jobs[:] = [_Job.of(world.Get_rank(), abort)]
+    _jobs[:] = [_Job(abort, world.Get_rank(), rank_prefix(world.Get_rank()))]
     if settings.abort_on_error:
         _install(settings.flight_signal)
 
@@ -191,7 +186,7 @@ def end_job_before_start(environ: Mapping[str, str]) -> None:
         ask_launcher_to_abort(environ, code)
         end_at_once(code)
 
-    job = _Job.of(rank.rank, abort)
+    job = _Job(abort, rank.rank, rank_prefix(rank.rank))
 
     def can_end() -> bool:
         return not _jobs and os.getpid() == own and rank_before_start(environ) is not None

@@ -108,9 +108,9 @@ def mark_for_restarts(environ: Mapping[str, str], mark: str) -> None:
             open(f"{path}{mark}", "w").close()
 
 
-def rank_prefix(rank: int, hostname: str) -> str:
-    """Return what stands before every line of a rank."""
-    return f"[rank {rank} on {hostname}] "
+def rank_prefix(rank: int) -> str:
+    """Return what stands before every line of a rank of this host."""
+    return f"[rank {rank} on {socket.gethostname()}] "
 
 
 def flush_standard_streams() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import socket
 import sys
 import threading
 import time
@@ -116,7 +115,7 @@ class _Watch:
             f"Traceback (most recent call last):\n{where}mpidist.errors.DeadlineExceededError: {self._text()}. Every "
             "rank must come to build its first strategy; see which rank's program has ended, or does not come this far"
         )
-        write_lines(text, rank_prefix(self._rank.rank, socket.gethostname()))
+        write_lines(text, rank_prefix(self._rank.rank))
         store_code(os.environ, _EXIT_CODE)
         time.sleep(FORWARD_SECONDS)
         ask_launcher_to_abort(os.environ, _EXIT_CODE, is_connected=True)
