@@ -33,8 +33,7 @@ from mpidist.transport.settings import Settings
 from mpidist.transport.stacks import places_text
 from mpidist.transport.text import name_ranks
 from mpidist.transport.topology import Topology
-from mpidist.transport.trace.begin_and_end import Gather, begin_trace, end_trace
-from mpidist.transport.trace.trace import Trace
+from mpidist.transport.trace.trace import Gather, Trace, begin_trace, end_trace
 from mpidist.transport.waiting import poll_or_keep
 
 __all__ = ["Membership"]

@@ -14,8 +14,7 @@ from mpidist.transport.agreement.agreement import Call, SoloAgreement
 from mpidist.transport.agreement.fingerprint import fingerprint_of
 from mpidist.transport.failures.flight_recorder import FLIGHT_BYTES, FlightRecorder
 from mpidist.transport.group.sync_group import SyncGroup
-from mpidist.transport.trace.begin_and_end import begin_trace, end_trace
-from mpidist.transport.trace.trace import Trace
+from mpidist.transport.trace.trace import Trace, begin_trace, end_trace
 
 __all__ = ["traced"]
 

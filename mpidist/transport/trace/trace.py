@@ -1,7 +1,8 @@
 """The trace of one rank: the calls of its flight recorder, and when the rank waited, appended to a file in pieces.
 
-A file has a line of JSON for each piece. What was written survives the end of the process, whatever ends it; who reads
-the file leaves out a line that was not finished.
+All ranks of a group begin a trace together, each with a file of its own, and end it together. A file has a line of
+JSON for each piece. What was written survives the end of the process, whatever ends it; who reads the file leaves out a
+line that was not finished.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, final
 
+from mpidist.errors import UnavailableError
+from mpidist.transport.failures import open_groups
 from mpidist.transport.failures.flight_recorder import FlightRecorder
-from mpidist.transport.trace.clocks import ClockSample
+from mpidist.transport.mpi.library import Intracomm, numbers_in_world, ranks_in_world
+from mpidist.transport.shared_errors import mark_shared
+from mpidist.transport.trace.clocks import ClockSample, compare_clocks, name_clock
 from mpidist.transport.waiting import observers
 
-__all__ = ["TRACE_VERSION", "Trace", "write_all"]
+__all__ = ["TRACE_VERSION", "Gather", "Trace", "begin_trace", "end_trace"]
 
 logger = logging.getLogger("mpidist.transport")
 
@@ -32,6 +40,10 @@ _LEAST_WAIT: Final = 1000  # nanoseconds
 _MAX_WAITS: Final = 4096  # in a piece: a server has one call
 
 _now = time.monotonic_ns
+_open: Final[list[Trace]] = []  # of this process
+_of_job: Final[list[Path]] = []  # the folder of the trace of the whole job; at most one
+
+Gather = Callable[[Any], list[Any]]
 
 
 @final
@@ -130,19 +142,72 @@ class Trace:
         self._file = -1
 
 
-_open: Final[list[Trace]] = []
+def begin_trace(
+    comm: Intracomm | None,
+    folder: Path,
+    group: str,
+    recorder: FlightRecorder,
+    gather: Gather,
+    is_of_job: bool = False,
+) -> Trace:
+    """Begin to record the calls of a group, in a new folder within a folder. Collective.
+
+    `comm`: the ranks of the group; `None` for a group of one without MPI. `group`: its name, the same on all ranks.
+    `gather` all-gathers an object, and may give up where a rank's file system does not answer. `is_of_job`: all groups
+    of the job have one folder, and not each trace its own. If a rank cannot write, every rank raises.
+    """
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    if is_of_job and _of_job:
+        name = _of_job[0].name
+    name = gather(name)[0]
+    rank, size, world_rank = (0, 1, 0) if comm is None else (comm.rank, comm.size, numbers_in_world(comm)[comm.rank])
+    path = folder / name / f"rank-{world_rank}-{group}.jsonl"
+    trace, problem = None, ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace = Trace(path, recorder)
+    except OSError as error:
+        problem = f"rank {rank} ({socket.gethostname()}): {error.strerror}"
+    try:
+        problems = [one for one in gather(problem) if one]
+        if trace is None or problems:
+            needed = "give a folder that all ranks can write to"
+            raise UnavailableError(f"no trace can be written to {folder}: {problems[0]}; {needed}")
+    except BaseException as refusal:
+        if trace is not None:
+            trace.discard()
+            with suppress(OSError):  # another rank's file is still there
+                path.parent.rmdir()
+        if comm is not None and isinstance(refusal, UnavailableError):
+            mark_shared(refusal, ranks_in_world(comm))
+        raise
+    if is_of_job:
+        _of_job[:] = [path.parent.absolute()]  # also after `os.chdir`
+    clock = name_clock()
+    seat = {"group": group, "rank": rank, "size": size, "world_rank": world_rank}
+    header = {"trace": name, **seat, "host": socket.gethostname(), "clock": clock}
+    trace.begin(header, compare_clocks(comm, clock))
+    return trace
 
 
-def write_all() -> None:
-    """Write the records of all open traces of this process since their last pieces. Local."""
+def end_trace(comm: Intracomm | None, trace: Trace) -> None:
+    """End a trace on all ranks. Collective."""
+    trace.end(compare_clocks(comm, name_clock()))
+
+
+def _save() -> str:
+    """Write the records of all open traces of this process; return how to read those of the whole job. Local."""
     for trace in tuple(_open):
         trace.write()
+    return f"waits of the calls: python -m mpidist trace merge {os.path.relpath(_of_job[0])}" if _of_job else ""
 
 
 def _leave_to_parent() -> None:
     """Keep a forked process from writing in files of its parent."""
+    _of_job.clear()
     for trace in tuple(_open):
         trace._stop()
 
 
+open_groups.savers.append(_save)
 os.register_at_fork(after_in_child=_leave_to_parent)
