@@ -7,7 +7,7 @@ on whole arrays convert the bits. The results are equal to NumPy's `astype`, bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, Final, final
 
@@ -39,32 +39,26 @@ class HalfAccumulator:
     def combine(self, parts: Sequence[Any], out: Any, ufunc: Callable[..., Any], divisor: int) -> int:
         """Reduce arrays [m] in order, divide, and round into `out` [m], which may be one of them; count as `narrow`."""
         overflowed = 0
-        for start in range(0, out.size, _BLOCK):
-            stop = min(start + _BLOCK, out.size)
-            count = stop - start
-            total, wide = self._total[:count], self._wide[:count]
-            self._widen(parts[0][start:stop], total)
+        for block in _blocks(out):
+            into = out[block]
+            total, wide = self._total[: into.size], self._wide[: into.size]
+            self._widen(parts[0][block], total)
             for part in parts[1:]:
-                self._widen(part[start:stop], wide)
+                self._widen(part[block], wide)
                 ufunc(total, wide, out=total)
             if divisor != 1:
                 total /= divisor
-            overflowed += self._narrow(total, out[start:stop])
+            overflowed += self._narrow(total, into)
         return overflowed
 
     def narrow(self, numbers: Any, out: Any) -> int:
         """Round float32 numbers [m] into `out` [m]; return how many finite ones became infinite float16."""
-        overflowed = 0
-        for start in range(0, out.size, _BLOCK):
-            stop = min(start + _BLOCK, out.size)
-            overflowed += self._narrow(numbers[start:stop], out[start:stop])
-        return overflowed
+        return sum(self._narrow(numbers[block], out[block]) for block in _blocks(out))
 
     def widen(self, numbers: Any, out: Any) -> None:
         """Convert numbers [m] of half precision into float32 `out` [m]. Exact."""
-        for start in range(0, out.size, _BLOCK):
-            stop = min(start + _BLOCK, out.size)
-            self._widen(numbers[start:stop], out[start:stop])
+        for block in _blocks(out):
+            self._widen(numbers[block], out[block])
 
     def _widen(self, part: Any, wide: Any) -> None:
         if not self._is_float16 or not part.dtype.isnative:
@@ -105,6 +99,11 @@ class HalfAccumulator:
         np.subtract(result, _BIAS, out=result)
         np.bitwise_or(result, sign, out=result)
         return 0
+
+
+def _blocks(array: Any) -> Iterator[slice]:
+    """Cut an array [m] into blocks, the last one perhaps shorter."""
+    return (slice(start, start + _BLOCK) for start in range(0, array.size, _BLOCK))
 
 
 @cache
