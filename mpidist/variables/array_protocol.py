@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import numpy as np
 
 from mpidist.transport import arrays
+from mpidist.transport.array_libraries.jax_arrays import is_compiled
 
 __all__ = ["ReadsAsArray"]
 
@@ -34,6 +35,11 @@ def _forward(operate: Operator) -> Operator:
         view = self._read_view()
         if type(view) is not np.ndarray:
             view, other = _together(view, other)
+        if type(other) is not np.ndarray and is_compiled(other):
+            raise TypeError(
+                f"variable {self.name!r} in a function that JAX compiles would be a constant, with its value of now: "
+                "pass read_value() of it to the function"
+            )
         return operate(view, other)
 
     return apply

@@ -18,7 +18,7 @@ from support.everywhere import raises_everywhere
 from support.reductions import all_reduce
 
 from mpidist import MultiWorkerMirroredStrategy as Strategy
-from mpidist import nest
+from mpidist import Variable, nest
 from mpidist.context_stack import parts_of
 from mpidist.errors import InvalidArgumentError
 from mpidist.transport.array_libraries.libraries import copied, library_of
@@ -106,6 +106,31 @@ def test_arrays_without_numbers_are_refused(transform):
 
     with pytest.raises(TypeError, match="JAX traces this array, which has no numbers yet: call mpidist outside"):
         transform(double)(jnp.float32(1))
+
+
+@pytest.mark.no_mpi
+@pytest.mark.parametrize(
+    "transform",
+    [jax.jit, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.vmap(f))],
+    ids=["jit", "grad in jit", "jit in grad", "vmap in jit"],
+)
+def test_variable_in_compiled_function_is_refused(transform, strategy):
+    with strategy.scope():
+        weights = Variable(np.ones(2, np.float32), name="weights")
+    for use in (lambda x: (x * weights).sum(), lambda x: (weights - x).sum()):
+        with pytest.raises(TypeError, match="variable 'weights' in a function that JAX compiles would be a constant"):
+            transform(use)(jnp.ones((2, 2)))
+
+
+@pytest.mark.no_mpi
+def test_variable_in_function_that_is_not_compiled_has_its_value(strategy):
+    with strategy.scope():
+        weights = Variable(np.ones(2, np.float32))
+    rows = jnp.ones((3, 2))
+    for value in (1.0, 5.0):
+        weights.assign(np.full(2, value, np.float32))
+        np.testing.assert_array_equal(jax.grad(lambda x: (x @ weights).sum())(rows), np.full((3, 2), value))
+        np.testing.assert_array_equal(jax.vmap(lambda x: x @ weights)(rows), np.full(3, 2 * value))
 
 
 @pytest.mark.no_mpi

@@ -11,7 +11,7 @@ from mpidist.transport.array_libraries.dlpack_arrays import CuPyArrays
 from mpidist.transport.array_libraries.library import ArrayLibrary
 from mpidist.transport.arrays import NativeArray
 
-__all__ = ["JaxArrays"]
+__all__ = ["JaxArrays", "is_compiled"]
 
 _CUPY: Final = CuPyArrays()
 
@@ -48,6 +48,15 @@ class JaxArrays(ArrayLibrary):
         if not isinstance(array, np.ndarray):
             return _CUPY.from_native(array, like)
         return sys.modules["jax"].device_put(array, _place_of(like, array.shape))
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether a value is one of a function that JAX compiles: other numbers which that uses become constants of it."""
+    jax = sys.modules.get("jax")
+    trace = getattr(value, "_trace", None) if jax is not None and isinstance(value, jax.core.Tracer) else None
+    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":  # as inside of grad or vmap in jit
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def _place_of(like: Any, shape: tuple[int, ...]) -> Any:
