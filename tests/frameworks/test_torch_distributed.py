@@ -89,6 +89,8 @@ def test_fsdp2_has_the_weights_of_ddp(ranks, placement):
         assert torch.equal(one, whole) if ranks[1] <= 2 else torch.allclose(one, whole, rtol=1e-4, atol=1e-6)
     with pytest.raises(TypeError, match="FSDP"):
         mpidist.torch.all_reduce_gradients(sharded)
+    with pytest.raises(TypeError, match=r"broadcast: a DTensor of .*: pass its to_local\(\), or full_tensor\(\)"):
+        mpidist.torch.broadcast(sharded)
 
 
 @pytest.mark.ranks(2, 4)

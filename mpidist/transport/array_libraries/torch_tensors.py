@@ -218,6 +218,8 @@ def _view(tensor: Any) -> NativeArray:
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise TypeError(f"the tensor's layout is {tensor.layout}, and a dense one is needed: pass tensor.to_dense()")
+    if hasattr(tensor, "full_tensor"):
+        raise TypeError(f"a DTensor of {[*tensor.shape]} lies on several ranks: pass its to_local(), or full_tensor()")
     if not (tensor.is_cpu or tensor.is_cuda):
         raise TypeError(f"the tensor is on device {tensor.device}, and the CPU or CUDA is needed: pass tensor.cpu()")
     dtype = _missing_in_numpy(tensor.dtype)
