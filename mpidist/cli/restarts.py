@@ -135,14 +135,13 @@ class _Plan:
 
 def _run(launch: Launch, restarts: int, folder: Path, forwarded: set[signal.Signals]) -> _End:
     """Start the launcher, forward signals to it, which this process blocks, and wait for its end."""
-    saved = folder / "saved"
+    saved = folder / f"saved-{restarts}"  # ranks of an earlier start may live for a while without their launcher
     failed, lost = Path(f"{saved}{FAILED}"), Path(f"{saved}{LOST_RANK}")
-    code_file = Path(exit_code_file(os.environ) or folder / "exit-code")
-    for file in (code_file, saved, failed, lost):
-        try:
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            raise RefusedError(f"{file} must be a file that can be removed, and is not: {error.strerror}") from None
+    code_file = Path(exit_code_file(os.environ) or folder / f"exit-code-{restarts}")
+    try:
+        code_file.unlink(missing_ok=True)
+    except OSError as error:
+        raise RefusedError(f"{code_file} must be a file that can be removed, and is not: {error.strerror}") from None
     own = {"MPIDIST_RESTARTS": restarts, "MPIDIST_EXIT_CODE_FILE": code_file, "MPIDIST_SAVED_FILE": saved}
     environment = os.environ | launch.variables | {name: str(value) for name, value in own.items()}
     began, signals = time.monotonic(), set()

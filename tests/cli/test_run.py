@@ -221,6 +221,16 @@ def test_rank_that_misses_a_killed_one_does_not_hide_it(tmp_path):
     assert re.search(said, done.stderr), done.stderr
 
 
+def test_restart_reads_no_exit_code_of_a_rank_that_outlives_its_launcher(tmp_path):
+    """As those of Open MPI do when mpirun is killed: they fail when they miss each other, and nobody reads why."""
+    outlives = 'until [ -e second ]; do sleep 0.05; done; echo 1 >"$MPIDIST_EXIT_CODE_FILE"; touch written'
+    starts = f"0) ({outlives}) >/dev/null 2>&1 & exit 137;; 1) touch second; until [ -e written ]; do sleep 0.05; done"
+    stand_in(tmp_path, "srun", f'case "$*" in */bin/true) ;; *) case $MPIDIST_RESTARTS in {starts};; esac;; esac')
+    job = {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = mpidist_run(tmp_path, "-n", "2", "--max-restarts", "1", "train.py", **job)
+    assert (done.returncode, done.stderr.count("mpidist run: ")) == (0, 1), done.stderr
+
+
 @pytest.mark.parametrize(("fault", "codes"), [("raise ValueError('bad batch')", {1}), ("os.abort()", {6, 15, 134})])
 def test_restart_is_not_made_when_the_same_step_fails_twice(tmp_path, fault, codes):
     # Rank 1 fails when both have printed: its end is that of the other one.
