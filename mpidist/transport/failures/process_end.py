@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import final
 
 from mpidist.transport.failures.exit_code import end_at_once, status_of, watch_exits
-from mpidist.transport.mpi.child_process import is_forked_from_rank
+from mpidist.transport.mpi.child_process import disconnect_from_launcher, is_forked_from_rank
 from mpidist.transport.mpi.launcher_abort import flush_standard_streams
 
 __all__ = ["end_without_mpi", "leave_mpi_to_parent", "note_status"]
@@ -27,6 +27,7 @@ class _Process:
 def leave_mpi_to_parent() -> None:
     """Make this process end without ending MPI, if it has just been forked from a rank."""
     if is_forked_from_rank(os.environ):
+        disconnect_from_launcher(os.environ)
         _Process.is_forked_from_rank, _Process.status = True, 0
         watch_exits(_note_exit)
 

@@ -17,6 +17,7 @@ from mpidist.transport.mpi.launcher_variables import LAUNCHER_PREFIXES, OF_LAUNC
 
 __all__ = [
     "INHERITS_FROM_RANK",
+    "disconnect_from_launcher",
     "is_forked_from_rank",
     "launcher_here",
     "launcher_or_parent",
@@ -47,6 +48,18 @@ def mark_rank(environ: MutableMapping[str, str]) -> None:
 def is_forked_from_rank(environ: Mapping[str, str]) -> bool:
     """Whether this process has just been forked from one that had started MPI."""
     return environ.get(_MARK) == str(os.getppid())
+
+
+def disconnect_from_launcher(environ: Mapping[str, str]) -> None:
+    """Give up, in a process that was forked from a rank, the rank's connection to the launcher.
+
+    As long as a process has it, Hydra waits for the end of a rank that is killed, and does not end the job.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if environ.get(PMI_FD, "").isdecimal() and mpi is not None and not mpi.Is_finalized():  # then the number is free
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, int(environ[PMI_FD]))
+        os.close(null)
 
 
 def require_no_child(environ: Mapping[str, str]) -> None:

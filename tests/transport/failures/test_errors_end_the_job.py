@@ -613,6 +613,22 @@ def test_traceback_hides_frames_of_mpidist_without_the_variable(is_whole):
     assert (lines[-2] == "  (then within mpidist: MPIDIST_TRACEBACK=full prints these frames, too)") != is_whole
 
 
+@pytest.mark.skipif("Open MPI" in MPI.Get_library_version(), reason="waits for what can write to a rank's output")
+def test_job_of_a_killed_rank_ends_before_a_child_that_the_rank_has_forked(job, tmp_path):
+    program = """
+if rank == 1:
+    if os.fork() == 0:
+        time.sleep(20)
+        leave_sign("end of the child")
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+reduce_for_ever()
+"""
+    ended = job(program, head=SIGNS + HEAD)
+    assert ended.status != 0
+    assert not (tmp_path / "end of the child").exists()
+
+
 @pytest.mark.parametrize("status", [3, 0])
 def test_immediate_exit_of_a_rank_is_reported(job, tmp_path, status):
     """Also to who reads the job's exit code where launchers return 0."""
