@@ -282,6 +282,17 @@ if HAS_ULFM:
         assert "the chief, rank 0, is lost: " in served.text
         assert set(ended.of("end")) == {1, 2, 3}, ended
 
+    @pytest.mark.core
+    @pytest.mark.no_mpi
+    def test_worker_that_loses_chief_and_server_prints_its_error(survivor):
+        end = "os.kill(os.getpid(), signal.SIGKILL)"
+        body = KILLED_CHIEF.replace(end, f"os.kill(server, signal.SIGKILL)\n        {end}")
+        body = body.replace('attempt("serve", coordinator.serve)', "coordinator.serve()")
+        head = "server = int(strategy.gather(np.array([os.getpid()]), axis=0)[2])"
+        ended = survivor(f"{head}\n{body}", THREE._replace(faulty=0))
+        assert "PeerFailedError: serve() of the coordinator: the chief, rank 0, is lost: " in ended.err
+        assert "Error in sys.excepthook" not in ended.err
+
 
 @pytest.mark.core
 @pytest.mark.no_mpi

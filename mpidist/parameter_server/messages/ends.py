@@ -235,9 +235,15 @@ class Channel:
         """Give back what MPI holds for this channel. Local."""
         if self.broken is not None:
             return  # MPI may still write an answer
-        if not self._incoming.Test():
-            self._incoming.Cancel()
-            self._incoming.Wait()
+        try:
+            if not self._incoming.Test():
+                self._incoming.Cancel()
+                self._incoming.Wait()
+        except load_mpi().Exception as error:
+            if not is_process_failure(error):
+                raise
+            self.abandon()  # this worker leaves, as others are lost, too
+            return
         self._incoming.Free()
         self._scratch = np.empty(0, np.uint8)
         self.broken = RuntimeError(f"a request to {self.name} on a closed strategy: it was closed, make a new one")
