@@ -29,6 +29,7 @@ from mpidist.cli.allocation import Allocation, Start, find_allocation, num_cores
 from mpidist.cli.launching import THREAD_VARIABLES, Launch, RefusedError, command_text, count
 from mpidist.cli.restarts import start_until_done
 from mpidist.transport.mpi.launch import is_in_step
+from mpidist.transport.mpi.launcher_abort import flush_standard_streams
 from mpidist.transport.mpi.launcher_variables import rank_from_environment
 from mpidist.transport.mpi.library import library_version
 from mpidist.transport.mpi.mpi_libraries import recognise
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Become the launcher, start it again and again, or print its command."""
+    _open_closed_streams()
     hangup = signal.getsignal(signal.SIGHUP)
     library = recognise(library_version())
     signal.signal(signal.SIGHUP, hangup)  # UCX takes it, also from nohup
@@ -72,13 +74,20 @@ def run(arguments: argparse.Namespace) -> int:
         here = Path.cwd()
         raise RefusedError(f"--max-restarts writes into {here}, and may not: use a folder that all nodes share")
     first = launch(ranks, ())
-    sys.stdout.flush()
+    flush_standard_streams()
     if arguments.max_restarts and not arguments.dry_run:
         return start_until_done(launch, ranks, allocation, arguments.max_restarts, arguments.min_ranks)
     if not arguments.dry_run:
         os.execvpe(first.command[0], first.command, {**os.environ, **first.variables})
     print(command_text(first.command, first.variables))
     return 0
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of standard streams that are closed, without which MPICH's mpiexec fails."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
 
 
 def _num_ranks(arguments: argparse.Namespace, allocation: Allocation, environ: Mapping[str, str]) -> int:

@@ -51,6 +51,16 @@ def test_run_ends_with_the_exit_status_of_the_program_and_tags_its_lines(tmp_pat
     assert line.startswith(("[1]", "[1,1]"))
 
 
+@pytest.mark.parametrize("options", [[], ["--max-restarts", "1"]], ids=["once", "again"])
+def test_run_without_open_standard_streams_starts_ranks(tmp_path, options):
+    (tmp_path / "train.py").write_text("import os\nopen(f'rank-{os.getpid()}', 'w').close()\n")
+    command = [sys.executable, "-m", "mpidist", "run", "-n", "2", *options, "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=clean_environment(), timeout=HANG_SECONDS, preexec_fn=lambda: os.closerange(0, 3)
+    )
+    assert (done.returncode, len([*tmp_path.glob("rank-*")])) == (0, 2)
+
+
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """The program, in the folder where the command runs, outside of any launch."""
