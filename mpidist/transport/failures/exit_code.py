@@ -59,13 +59,16 @@ def watch_exits(is_ending: Callable[[SystemExit], None]) -> Callable[[], None]:
     return put_back
 
 
-def watch_immediate_exits(is_ending: Callable[[int], None]) -> Callable[[], None]:
-    """Call a function with the exit status when `os._exit` is about to end this process; return what undoes this."""
+def watch_immediate_exits(is_ending: Callable[[int], int]) -> Callable[[], None]:
+    """Call a function with the exit status when `os._exit` is about to end this process; return what undoes this.
+
+    The function returns the status with which the process ends.
+    """
     own = os.getpid()
 
     def exit_at_once(status: int) -> NoReturn:
         if os.getpid() == own:  # processes that were forked end so
-            is_ending(status)
+            status = is_ending(status)
         end_at_once(status)
 
     def put_back() -> None:

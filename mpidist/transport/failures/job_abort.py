@@ -227,12 +227,18 @@ def _store_code_before_start() -> None:
     watch_exits(store)
 
 
-def _tell_of_immediate_exit(status: int) -> None:
-    """Report that `os._exit` ends this rank in the middle of its work, which launchers may take for the job's end."""
-    if open_groups.num_open():
-        store_code(os.environ, status & 0xFF or 1)  # launchers may return 0, or that of a rank that they have killed
-        write_line(f"os._exit({status}) ends this rank with a strategy that is not closed: the job is not complete")
-        time.sleep(FORWARD_SECONDS)
+def _tell_of_immediate_exit(status: int) -> int:
+    """Report that `os._exit` ends this rank in the middle of its work; return the status of a job that is not complete.
+
+    MPICH's launcher may return that of this rank, though it kills the others.
+    """
+    if not open_groups.num_open():
+        return status
+    code = status & 0xFF or 1
+    store_code(os.environ, code)
+    write_line(f"os._exit({status}) ends this rank with a strategy that is not closed: the job is not complete")
+    time.sleep(FORWARD_SECONDS)
+    return status if open_groups.is_any_dispensable() else code
 
 
 def _leave_to_parent() -> None:

@@ -631,11 +631,11 @@ reduce_for_ever()
 
 @pytest.mark.parametrize("status", [3, 0])
 def test_immediate_exit_of_a_rank_is_reported(job, tmp_path, status):
-    """Also to who reads the job's exit code where launchers return 0."""
+    """Also by the exit code, which is never 0."""
     code = tmp_path / "code"
     ended = job(STEP.format(what=f"os._exit({status})"), ranks=2, MPIDIST_EXIT_CODE_FILE=str(code))
     assert code.read_text() == f"{status or 1}\n"
-    assert status == 0 or ended.status in (3, 9), "MPICH sometimes tells how it ended the other ranks"
+    assert ended.status in (status or 1, 9, 255), "MPICH and Intel MPI sometimes tell how they ended the other ranks"
     assert ended.lines_of(1) == [
         f"os._exit({status}) ends this rank with a strategy that is not closed: the job is not complete"
     ]
