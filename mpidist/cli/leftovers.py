@@ -21,9 +21,9 @@ from mpidist.transport.text import count_text, size_text
 
 __all__ = ["Leftover", "find_leftovers", "leftovers_text", "remove"]
 
-# Names of files of MPICH, Open MPI, UCX below them, and mpidist, and of its folders. Nothing else may be removed.
+# Names of files of MPI libraries, UCX below them, and mpidist, and of its folders. Nothing else may be removed.
 _FILES: Final = re.compile(
-    r"mpich_(shm|vci)_[0-9a-f]+_\d+|mpich_shar_tmp\w{6}|ucx_shm_posix_[0-9a-f]+|open_mpi\.\d{4}"
+    r"mpich_(shm|vci)_[0-9a-f]+_\d+|(mpich_shar_tmp|Intel_MPI_)\w{6}|ucx_shm_posix_[0-9a-f]+|open_mpi\.\d{4}"
     r"|mpidist-(copies-)?[0-9a-f]{16}|(sm_segment|vader_segment|osc_sm)(\.[\w-]+)+"
 )
 # Folders of Open MPI 5 and 4, below the one for temporary files; the number is that of the launcher's process.
