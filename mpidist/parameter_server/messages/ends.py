@@ -40,7 +40,7 @@ from mpidist.parameter_server.messages.protocol import (
 )
 from mpidist.transport.arrays import bytes_of
 from mpidist.transport.group.service_group import ServiceGroup
-from mpidist.transport.mpi.library import Intracomm, is_process_failure, load_mpi
+from mpidist.transport.mpi.library import Intracomm, cancel, is_process_failure, load_mpi
 from mpidist.transport.shared_errors import repeat_of
 from mpidist.transport.text import first_line
 from mpidist.transport.waiting import never_free, poll
@@ -235,16 +235,9 @@ class Channel:
         """Give back what MPI holds for this channel. Local."""
         if self.broken is not None:
             return  # MPI may still write an answer
-        try:
-            if not self._incoming.Test():
-                self._incoming.Cancel()
-                self._incoming.Wait()
-        except load_mpi().Exception as error:
-            if not is_process_failure(error):
-                raise
+        if not cancel([self._incoming]):
             self.abandon()  # this worker leaves, as others are lost, too
             return
-        self._incoming.Free()
         self._scratch = np.empty(0, np.uint8)
         self.broken = RuntimeError(f"a request to {self.name} on a closed strategy: it was closed, make a new one")
         if not self._test_all([*self._sends, *self._call_sends]):
@@ -522,15 +515,7 @@ class Connection:
         self.lists = {}
         if self._is_abandoned:
             return
-        try:
-            for request, _, _ in self._requests:
-                if not request.Test():
-                    request.Cancel()
-                    request.Wait()
-                request.Free()
-        except load_mpi().Exception as error:
-            if not is_process_failure(error):
-                raise
+        if not cancel(request for request, _, _ in self._requests):
             self.abandon()  # the error of the lost worker is on its way already
             return
         self._buffers, self._whole = [], np.empty(0, np.uint8)

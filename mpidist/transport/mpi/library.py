@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Iterable
 from ctypes.util import find_library
 from operator import eq
 from pathlib import Path
@@ -28,6 +29,7 @@ else:  # at run time there is no such class before MPI was started
 __all__ = [
     "Intracomm",
     "Request",
+    "cancel",
     "command_line",
     "failed_ranks",
     "greatest",
@@ -161,6 +163,21 @@ def is_process_failure(error: BaseException) -> bool:
     mpi = load_mpi()
     failures = {mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING} - {mpi.ERR_UNKNOWN}  # the same, without ULFM
     return isinstance(error, mpi.Exception) and error.Get_error_class() in failures
+
+
+def cancel(receives: Iterable[Any]) -> bool:
+    """Cancel and free receives that are not needed. Returns whether it could: their senders may be lost. Local."""
+    try:
+        for request in receives:
+            if not request.Test():
+                request.Cancel()
+                request.Wait()
+            request.Free()
+    except load_mpi().Exception as error:
+        if is_process_failure(error):
+            return False
+        raise
+    return True
 
 
 def survives_losses() -> bool:
