@@ -21,7 +21,7 @@ import mpidist
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
-PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
+PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 PLATFORM = f"manylinux2014_{platform.machine()}"
 TRIAL = """
 import mpidist.transport.native._native  # the compiled part
