@@ -23,7 +23,6 @@ from mpidist.collectives.plans.repeated_reductions import (
     LargeArray,
     Lists,
     ListsOfDtypes,
-    PerNodeLists,
     RepeatedReduction,
     SmallArray,
     SmallLists,
@@ -85,7 +84,7 @@ class FusedExecution(Execution):
             self._small = SmallLists(*given)
         # [lists] of private arrays, from the calls before; taken while a call uses it, and gone if the call fails.
         self._idle: list[TwoShot | None] = [None] * len(lists)
-        self._repeated_lists: dict[type[Lists], Lists] = {}
+        self._repeated_lists: dict[bool, Lists] = {}  # by whether results are per-node arrays
         self._empty = [index for index, spec in enumerate(specs) if not spec.num_elements]
         # A single small array is copied faster, by code that is compiled as a whole, than it is added in place.
         is_copied = self._is_compiled and max((fused.nbytes for fused in lists), default=0) < SYMMETRIC_BYTES
@@ -174,10 +173,10 @@ class FusedExecution(Execution):
         fused = self._lists[0]
         if fused.wire != fused.result_dtype or not fused.keeps_dtype:
             return None
-        kind = PerNodeLists if is_per_node else Lists
-        if kind not in self._repeated_lists:
-            self._repeated_lists[kind] = kind(self._made[0], self._specs, fused, self._reducer, flight)
-        reduction = self._repeated_lists[kind]
+        if is_per_node not in self._repeated_lists:
+            given = self._made[0], self._specs, fused, self._reducer, flight
+            self._repeated_lists[is_per_node] = Lists(*given, is_per_node)
+        reduction = self._repeated_lists[is_per_node]
         return reduction if reduction.is_compiled else None
 
     def of_symmetric(self, call: ReductionCall) -> RepeatedReduction | None:

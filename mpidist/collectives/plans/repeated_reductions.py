@@ -26,7 +26,6 @@ __all__ = [
     "LargeArray",
     "Lists",
     "ListsOfDtypes",
-    "PerNodeLists",
     "RepeatedReduction",
     "SYMMETRIC_BYTES",
     "SmallArray",
@@ -221,14 +220,18 @@ class SmallLists(RepeatedReduction):
 
 
 class _TwoShots(RepeatedReduction):
-    """Reduces larger arrays: every rank adds a shard. Without a `flight`, no call is compiled as a whole."""
+    """Reduces larger arrays: every rank adds a shard. Without a `flight`, no call is compiled as a whole.
 
-    _shared: Sequence[Sequence[Array]] | None = None  # `FusedArrays.shared`, whose arrays are set in each call
+    `is_per_node`: the results are per-node arrays, those of all ranks of the node.
+    """
 
-    def __init__(self, fused: FusedList, reducer: FusedReducer, flight: Array | None) -> None:
+    def __init__(
+        self, fused: FusedList, reducer: FusedReducer, flight: Array | None, is_per_node: bool = False
+    ) -> None:
         self._reducer = reducer
         self._sums, self._nbytes = reducer.traffic.sums_of("all_reduce"), reducer.link_bytes(fused.nbytes)
-        self._arrays = FusedArrays(fused.wire, (), shared=self._shared, result_dtype=fused.result_dtype)
+        shared = ((),) if is_per_node else None  # one place, whose arrays are set in each call
+        self._arrays = FusedArrays(fused.wire, (), shared=shared, result_dtype=fused.result_dtype)
         self._two_shot = reducer.two_shot(self._arrays, fused.reduction, fused.divide_by, fused.schedule, fused.half)
         self._was_restaged = False  # in the call that is to be closed: `TwoShot.was_restaged`
         whole = reducer.whole_call(fused.reduction, fused.wire, fused.divide_by, self._two_shot, flight)
@@ -298,13 +301,20 @@ class LargeArray(_TwoShots):
         self._arrays.sources, self._arrays.results, self._arrays.place = (value,), (result,), place
 
 
+@final
 class Lists(_TwoShots):
     """Reduces lists of contiguous private arrays, in compiled code: into new arrays, in place, or into others."""
 
     def __init__(
-        self, made: FusedResults, specs: Sequence[Spec], fused: FusedList, reducer: FusedReducer, flight: Array | None
+        self,
+        made: FusedResults,
+        specs: Sequence[Spec],
+        fused: FusedList,
+        reducer: FusedReducer,
+        flight: Array | None,
+        is_per_node: bool,
     ) -> None:
-        super().__init__(fused, reducer, flight)
+        super().__init__(fused, reducer, flight, is_per_node)
         self._made = made
         self._forms = [(spec.shape, spec.dtype) for spec in specs]
         self._in_order: Callable[[list[Array]], Any] = operator.itemgetter(*fused.indices)
@@ -344,27 +354,17 @@ class Lists(_TwoShots):
         return results
 
     def _set(self, value: list[Array], result: Any, place: int) -> None:
-        self._arrays.sources = sources = self._flat(self._in_order(value))
-        if result is value:
-            self._arrays.results = sources
+        self._arrays.sources = results = self._flat(self._in_order(value))
+        if result is not value:
+            results = self._flat(result.arrays if isinstance(result, LentArrays) else self._in_order(result))
+        if self._arrays.shared is None:
+            self._arrays.results = results
         else:
-            is_new = isinstance(result, LentArrays)
-            self._arrays.results = self._flat(result.arrays if is_new else self._in_order(result))
+            self._arrays.shared = [results]
         self._arrays.place = place
 
     def _flat(self, arrays: Any) -> list[Array]:
         return [one.reshape(-1) for one in arrays] if isinstance(arrays, (list, tuple)) else [arrays.reshape(-1)]
-
-
-@final
-class PerNodeLists(Lists):
-    """Reduces lists into per-node arrays, the results of all ranks of the node."""
-
-    _shared = ((),)  # one place, whose arrays `_set` gives
-
-    def _set(self, value: list[Array], result: list[Array], place: int) -> None:
-        self._arrays.sources = self._flat(self._in_order(value))
-        self._arrays.shared, self._arrays.place = [self._flat(self._in_order(result))], place
 
 
 @final

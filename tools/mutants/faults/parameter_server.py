@@ -204,9 +204,15 @@ FAULTS = [
     ),
     Fault(
         "transfers.py",
-        "if place in made:",
-        "if False:",
+        "if made is None or place in made:",
+        "if made is None:",
         "a push of a call that is made again counts twice",
+    ),
+    Fault(
+        "transfers.py",
+        "if call >= store.oldest else None",
+        "if True else None",
+        "a late push of a lost worker counts twice",
     ),
     Fault(
         "client.py",
