@@ -57,9 +57,12 @@ def disconnect_from_launcher(environ: Mapping[str, str]) -> None:
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if environ.get(PMI_FD, "").isdecimal() and mpi is not None and not mpi.Is_finalized():  # then the number is free
+        number = int(environ[PMI_FD])
+        os.closerange(number, number + 1)  # first: the program may have left no other number
         null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, int(environ[PMI_FD]))
-        os.close(null)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
 
 
 def require_no_child(environ: Mapping[str, str]) -> None:

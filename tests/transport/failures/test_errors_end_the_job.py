@@ -539,6 +539,31 @@ for _ in range(3):
     assert ended.err.count("KeyError") == 2 + 1, "as without mpidist"  # lines of two ranks may be mixed
 
 
+def test_forked_child_ends_where_no_other_file_can_be_opened(job):
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+files = []
+try:
+    while True:
+        files.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    child = os.fork()
+if child == 0:
+    sys.exit(7)
+for file in files:
+    os.close(file)
+until = time.monotonic() + 20
+while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+    time.sleep(0.01)
+if ended[0] == 0:
+    os.kill(child, signal.SIGKILL)
+print(f"ended with {os.waitstatus_to_exitcode(ended[1])}" if ended[0] else "still lives", flush=True)
+"""
+    ended = job(program, ranks=2)
+    assert (ended.status, ended.out.count("ended with 7")) == (0, 2), ended.out + ended.err
+
+
 def test_child_with_a_launcher_of_its_own_is_no_child_of_the_rank(job, tmp_path):
     inner = tmp_path / "inner.py"
     inner.write_text("import mpidist\nprint(f'{mpidist.MultiWorkerMirroredStrategy().reduce(\"sum\", 1.0)}')\n")
