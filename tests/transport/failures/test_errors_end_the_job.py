@@ -638,8 +638,8 @@ def test_traceback_hides_frames_of_mpidist_without_the_variable(is_whole):
     assert (lines[-2] == "  (then within mpidist: MPIDIST_TRACEBACK=full prints these frames, too)") != is_whole
 
 
-@pytest.mark.skipif("Open MPI" in MPI.Get_library_version(), reason="waits for what can write to a rank's output")
 def test_job_of_a_killed_rank_ends_before_a_child_that_the_rank_has_forked(job, tmp_path):
+    """Open MPI's ends after it, as its launcher waits for what can write to a rank's output."""
     program = """
 if rank == 1:
     if os.fork() == 0:
@@ -651,7 +651,7 @@ reduce_for_ever()
 """
     ended = job(program, head=SIGNS + HEAD)
     assert ended.status != 0
-    assert not (tmp_path / "end of the child").exists()
+    assert "Open MPI" in MPI.Get_library_version() or not (tmp_path / "end of the child").exists()
 
 
 @pytest.mark.parametrize("status", [3, 0])
